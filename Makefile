@@ -1,0 +1,47 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-slow parity lint types nano clean
+
+demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
+	$(BIN)/python examples/demo.py
+
+test: .venv/test  ## the test suite
+	$(BIN)/python -m pytest -n auto
+
+test-slow: .venv/test  ## with the tests that take minutes or gigabytes
+	$(BIN)/python -m pytest -n auto --slow
+
+nano: .venv/demo  ## train the embedded checkpoint anew
+	$(BIN)/python benchmarks/nano/train.py --results benchmarks/nano/results.json
+
+parity: .venv/test  ## the table of differences from upstream
+	cd tests && ../$(BIN)/python -m parity
+
+lint: .venv/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The package is assembled from folders that lie elsewhere, so the checker reads an installed copy.
+types: .venv/lint
+	rm -rf build/types
+	$(INSTALL) --no-deps --target build/types .
+	MYPYPATH=build/types $(BIN)/mypy --config-file pyproject.toml --cache-dir build/mypy -p outplace
+
+clean:
+	rm -rf .venv build
+
+# One environment; each file says that what its target needs is in it.
+.venv/demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) --editable .
+	touch $@
+
+.venv/test: .venv/demo
+	$(INSTALL) --editable '.[test]'
+	touch $@
+
+.venv/lint: .venv/test
+	$(INSTALL) --editable '.[test,lint]'
+	touch $@

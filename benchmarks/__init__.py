@@ -1,0 +1,1 @@
+"""What is measured here, and the scripts that measure it."""

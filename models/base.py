@@ -1,0 +1,343 @@
+"""What every model here is: built from a configuration, loaded and saved, initialised, checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..weights.loading import LoadReport, load_checkpoint
+from ..weights.renames import Rename
+from .config import PretrainedConfig
+from .layers import Checkpointing, LayerStack
+from .outputs import ModelOutput
+
+M = TypeVar("M", bound="PretrainedModel")
+Output = TypeVar("Output", bound=ModelOutput)
+
+
+class PretrainedModel(nn.Module):
+    """Base of all models.
+
+    Args:
+        config: read, and never written to.
+        attn_implementation: as `config.attn_implementation`, which it overrides for this model.
+    """
+
+    config_class: ClassVar[type[PretrainedConfig]]
+    base_model_prefix: ClassVar[str]
+    renames: ClassVar[tuple[Rename, ...]]
+    """How keys of older checkpoints are called here; see `weights.renames`."""
+    supports_gradient_checkpointing: ClassVar[bool] = True
+    main_input_name: ClassVar[str] = "input_ids"
+
+    def __init__(self, config: PretrainedConfig, attn_implementation: str | None = None) -> None:
+        super().__init__()
+        if attn_implementation is not None and attn_implementation != config.attn_implementation:
+            config = config.replace(attn_implementation=attn_implementation)
+        self.config = config
+        self.load_report: LoadReport | None = None
+
+    def post_init(self) -> None:
+        """Initialise what the base model has not yet, and tie. The last line of each model's constructor."""
+        base = f"{self.base_model_prefix}."
+        own = {name for name, _ in self.named_parameters() if not name.startswith(base)}
+        initialize(self, self.config.initializer_range, only=own)
+        self.tie_weights()
+
+    def option(self, name: str, given: bool | None) -> bool:
+        """An argument of a forward pass, or the configuration's where none is given."""
+        return bool(getattr(self.config, name) if given is None else given)
+
+    def returned(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
+        """The output as the caller, or else the configuration, wants it."""
+        return output if self.option("return_dict", return_dict) else output.to_tuple()
+
+    # Loading and saving
+
+    @classmethod
+    def from_pretrained(
+        cls: type[M],
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        config: PretrainedConfig | None = None,
+        attn_implementation: str | None = None,
+        strict: bool = False,
+        **config_overrides: Any,
+    ) -> M:
+        """The model of a checkpoint, in eval mode.
+
+        Parameters are created without storage and filled one by one, so the model is in memory once;
+        uncast ones stay mapped from the file until they are written to. `model.load_report` says what
+        the file did not hold and what in it was not used; what was missing is newly initialised.
+
+        Args:
+            name_or_path: a folder, or a repository of the Hub.
+            revision, subfolder, cache_dir, token, local_files_only, force_download: as in
+                `huggingface_hub.hf_hub_download`.
+            dtype: of all floating parameters, "auto" or None for the checkpoint's own.
+            device: where the parameters go; the CPU unless given.
+            config: used instead of the checkpoint's.
+            strict: whether a missing or unexpected key is an error.
+            config_overrides: fields of the configuration, and keywords of the model's constructor.
+
+        Raises:
+            TypeError: an override that is neither.
+            FileNotFoundError: no such folder, repository or file.
+            CheckpointError: a damaged or foreign file, a tensor of the wrong shape, or, under `strict`,
+                a missing or unexpected key. No model is returned half filled.
+        """
+        hub = {
+            "revision": revision,
+            "subfolder": subfolder,
+            "cache_dir": cache_dir,
+            "token": token,
+            "local_files_only": local_files_only,
+            "force_download": force_download,
+        }
+        return load_checkpoint(
+            cls,
+            name_or_path,
+            hub=hub,
+            dtype=dtype,
+            device=device,
+            config=config,
+            attn_implementation=attn_implementation,
+            strict=strict,
+            overrides=config_overrides,
+        )
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write `config.json` and the weights, under upstream's names, tied ones once.
+
+        Args:
+            folder: made where it does not exist. Files of the same names are replaced only once the
+                new ones are complete.
+            max_shard_size: bytes, or a string such as "5GB"; a larger model is split over several
+                files with an index.
+        """
+        from ..weights.saving import save_model
+
+        save_model(self, Path(folder), max_shard_size)
+
+    @classmethod
+    def config_overrides_for(cls, keys: set[str]) -> dict[str, Any]:
+        """What the keys of a checkpoint say about the configuration it needs; overridden by a family."""
+        return {}
+
+    # Parts
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The model without its head."""
+        return getattr(self, self.base_model_prefix, self)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.base_model.embeddings.word_embeddings  # type: ignore[union-attr,return-value]
+
+    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+        self.base_model.embeddings.word_embeddings = embeddings  # type: ignore[union-attr]
+        self.tie_weights()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The layer that maps to the vocabulary, where there is one of its own."""
+        return None
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Names of the parameters with one row a token."""
+        embeddings = self.get_input_embeddings()
+        return [f"{name}.weight" for name, module in self.named_modules() if module is embeddings]
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
+    ) -> nn.Embedding:
+        """Give the vocabulary another size, in the embeddings and in the head.
+
+        New rows are initialised as a new model's; a head's new biases are zero. The model gets a new
+        configuration, with the new `vocab_size`; the old one is left alone.
+
+        Args:
+            new_num_tokens: the current size unless given.
+            pad_to_multiple_of: round the size up, for the sake of tensor cores.
+
+        Raises:
+            ValueError: a size that cuts off the padding token, or none.
+        """
+        embeddings = self.get_input_embeddings()
+        old, padding = embeddings.num_embeddings, embeddings.padding_idx
+        size = old if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        if size < 1 or (padding is not None and size <= padding):
+            raise ValueError(
+                f"a vocabulary of {size} tokens has no room for the padding token, number {padding}"
+            )
+        ties = self.ties()
+        tied = [n for n, owner in ties.items() if self.get_parameter(n) is self.get_parameter(owner)]
+        for name in self.vocabulary_parameters():
+            if name not in tied:
+                self._resize_rows(name, size)
+        config = self.config.replace(vocab_size=size)
+        for module in self.modules():
+            if isinstance(module, PretrainedModel):
+                module.config = config
+        embeddings.num_embeddings = size
+        head = self.get_output_embeddings()
+        if isinstance(head, nn.Linear):
+            head.out_features = size
+        self.tie_weights(keep_apart=[name for name in ties if name not in tied])
+        return embeddings
+
+    def _resize_rows(self, name: str, rows: int) -> None:
+        parameter = self.get_parameter(name)
+        kept = parameter.detach()[:rows]
+        fresh = torch.randn(rows - len(kept), *kept.shape[1:]) * (
+            self.config.initializer_range * (kept.ndim > 1)
+        )
+        resized = torch.cat((kept, fresh.to(kept)))
+        module, _, attribute = name.rpartition(".")
+        setattr(self.get_submodule(module), attribute, nn.Parameter(resized, parameter.requires_grad))
+
+    def ties(self) -> dict[str, str]:
+        """Parameters that are another one under a second name: `{name: owner}`."""
+        return {}
+
+    def tie_weights(self, keep_apart: Collection[str] = ()) -> None:
+        """Make each tied parameter, but those to keep apart, the same object as its owner."""
+        for name, owner in self.ties().items():
+            if name not in keep_apart:
+                module, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(module), attribute, self.get_parameter(owner))
+
+    def _apply(self: M, fn: Any, recurse: bool = True) -> M:
+        # A move between devices that cannot share storage replaces each name's parameter by its own.
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        apart = [name for name, owner in self.ties().items() if parameters[name] is not parameters[owner]]
+        super()._apply(fn, recurse)
+        self.tie_weights(keep_apart=apart)
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the parameters hold, tied ones counted once.
+
+        Args:
+            only_trainable: count only those that require gradients.
+            exclude_embeddings: leave out the embedding tables, as `transformers.Trainer` does to
+                estimate the work of a step.
+        """
+        tables = {
+            module.weight
+            for module in self.modules()
+            if exclude_embeddings and isinstance(module, nn.Embedding)
+        }
+        return sum(
+            p.numel()
+            for p in self.parameters()
+            if (p.requires_grad or not only_trainable) and p not in tables
+        )
+
+    # Training
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return any(stack.checkpointing is not None for stack in self._layer_stacks())
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *, attention_only: bool = False
+    ) -> None:
+        """Recompute activations in backward instead of keeping them.
+
+        Args:
+            gradient_checkpointing_kwargs: passed to `torch.utils.checkpoint.checkpoint`;
+                `use_reentrant` is False unless given.
+            attention_only: recompute each layer's attention but not its feed-forward: less memory is
+                saved, and less time lost, than with whole layers.
+        """
+        options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        use_reentrant = options.pop("use_reentrant")
+        for stack in self._layer_stacks():
+            stack.checkpointing = Checkpointing(attention_only, use_reentrant, options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        for stack in self._layer_stacks():
+            stack.checkpointing = None
+
+    def _layer_stacks(self) -> list[LayerStack]:
+        return [module for module in self.modules() if isinstance(module, LayerStack)]
+
+    def enable_input_require_grads(self) -> None:
+        """Make the output of the input embeddings require gradients, for adapters on frozen embeddings."""
+        self.disable_input_require_grads()
+        self._input_grads_hook = self.get_input_embeddings().register_forward_hook(_require_grad)
+
+    def disable_input_require_grads(self) -> None:
+        hook = self.__dict__.pop("_input_grads_hook", None)
+        if hook is not None:
+            hook.remove()
+
+
+def _require_grad(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, std: float, only: set[str] | None = None) -> None:
+    """Fill parameters as upstream does: the one function of the project that writes to tensors.
+
+    Weights of linear maps, convolutions and embeddings are drawn from N(0, std²), padding rows are
+    zero, norms start as the identity, every other parameter is zero.
+
+    Args:
+        std: `config.initializer_range`.
+        only: names of the parameters to fill; all of them where it is None.
+    """
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if only is not None and f"{prefix}.{name}".lstrip(".") not in only:
+                continue
+            if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding) and name == "weight":
+                parameter.normal_(0.0, std)
+                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                    parameter[module.padding_idx].zero_()
+            elif name == "weight" and parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.zero_()
+
+
+def resolve_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int, torch.device]:
+    """Batch size, length and device of a model's input.
+
+    Raises:
+        ValueError: not exactly one of the two is given, or it has the wrong number of dimensions.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    source, name, form, ndim = (
+        (input_ids, "input_ids", "[B, L]", 2)
+        if input_ids is not None
+        else (inputs_embeds, "inputs_embeds", "[B, L, E]", 3)
+    )
+    assert source is not None
+    if source.ndim != ndim:
+        raise ValueError(f"{name} has shape {tuple(source.shape)}; it must be {form}")
+    return source.shape[0], source.shape[1], source.device

@@ -1,0 +1,327 @@
+"""What both generations of DeBERTa are built of; each brings its own LayerNorm, attention and encoder.
+
+Module names are the checkpoints' keys. B batch, L tokens, H heads, D head width, E hidden width,
+R rows of the relative position table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import masks
+from ..base import PretrainedModel, resolve_input
+from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
+from ..outputs import BaseModelOutput
+from .config import DisentangledConfig
+
+Norm = Callable[[int, float], nn.Module]
+"""Builds a LayerNorm from a width and an epsilon."""
+
+
+class Embeddings(nn.Module):
+    """Words, token types and, with `position_biased_input`, positions; normalised, padding zeroed."""
+
+    def __init__(self, config: DisentangledConfig, norm: Norm) -> None:
+        super().__init__()
+        width = config.embedding_size or config.hidden_size
+        self.position_biased_input = config.position_biased_input
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.position_embeddings = (
+            nn.Embedding(config.max_position_embeddings, width)
+            if config.position_biased_input or config.enhanced_mask_decoder
+            else None
+        )
+        self.token_type_embeddings = (
+            nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size > 0 else None
+        )
+        self.embed_proj = (
+            nn.Linear(width, config.hidden_size, bias=False) if width != config.hidden_size else None
+        )
+        self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """[B, L] ids or [B, L, embedding_size] vectors to [B, L, E]. `mask` [B, L] is False on padding."""
+        embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        batch, length, _ = embeddings.shape
+        if self.position_biased_input:
+            embeddings = embeddings + self.positions(length, position_ids, embeddings.device)
+        if self.token_type_embeddings is not None:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros(batch, length, dtype=torch.long, device=embeddings.device)
+            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        if self.embed_proj is not None:
+            embeddings = self.embed_proj(embeddings)
+        embeddings = self.LayerNorm(embeddings)
+        if mask is not None:
+            embeddings = embeddings * mask.unsqueeze(-1).to(embeddings.dtype)
+        return self.dropout(embeddings)  # type: ignore[no-any-return]
+
+    def positions(self, length: int, position_ids: Tensor | None, device: torch.device) -> Tensor:
+        """Rows of the absolute position table, [1 or B, L, embedding_size].
+
+        Raises:
+            ValueError: the table has fewer rows than the sequence has tokens.
+        """
+        assert self.position_embeddings is not None
+        if position_ids is None:
+            check_length(length, self.position_embeddings.num_embeddings, "the absolute position table")
+            position_ids = torch.arange(length, device=device).unsqueeze(0)
+        return self.position_embeddings(position_ids.long())  # type: ignore[no-any-return]
+
+
+@dataclass
+class AttentionContext:
+    """What every layer of one forward pass reads: nothing here needs a gradient.
+
+    Args:
+        mask: boolean [B, 1, L, L], or None where all attends to all.
+        slot: row of the relative position table for each query and key, [L, L].
+        output_attentions: whether attention weights are returned.
+        checkpointing: how attention is recomputed by itself, if it is.
+    """
+
+    mask: Tensor | None
+    slot: Tensor | None
+    output_attentions: bool
+    checkpointing: Checkpointing | None = None
+
+
+class SelfOutput(nn.Module):
+    """Projection after attention, with the residual."""
+
+    def __init__(self, config: DisentangledConfig, norm: Norm) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, context: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(context)) + residual)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Self-attention and its output projection."""
+
+    def __init__(self, self_attention: nn.Module, config: DisentangledConfig, norm: Norm) -> None:
+        super().__init__()
+        self.self = self_attention
+        self.output = SelfOutput(config, norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        rel_embeddings: Tensor | None,
+        query_states: Tensor | None,
+        context: AttentionContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        attended, weights = run(
+            context.checkpointing, self.self, hidden_states, rel_embeddings, query_states, context=context
+        )
+        return self.output(attended, hidden_states if query_states is None else query_states), weights
+
+
+class Intermediate(nn.Module):
+    """First half of the feed-forward network."""
+
+    def __init__(self, config: DisentangledConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.activation(self.dense(hidden_states))
+
+
+class Output(nn.Module):
+    """Second half of the feed-forward network, with the residual."""
+
+    def __init__(self, config: DisentangledConfig, norm: Norm) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, intermediate: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(intermediate)) + residual)  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One transformer layer: attention, then feed-forward, normalised after each."""
+
+    def __init__(self, self_attention: nn.Module, config: DisentangledConfig, norm: Norm) -> None:
+        super().__init__()
+        self.attention = Attention(self_attention, config, norm)
+        self.intermediate = Intermediate(config)
+        self.output = Output(config, norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        rel_embeddings: Tensor | None = None,
+        query_states: Tensor | None = None,
+        *,
+        context: AttentionContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            hidden_states: what keys and values, and queries unless given, are made of, [B, L, E].
+            rel_embeddings: relative position table, [R, E].
+            query_states: what queries are made of, [B, L, E].
+
+        Returns:
+            [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
+        """
+        attended, weights = self.attention(hidden_states, rel_embeddings, query_states, context)
+        return self.output(self.intermediate(attended), attended), weights
+
+
+class Encoder(nn.Module):
+    """The layers over one relative position table. A generation says how distances become slots."""
+
+    layer: LayerStack
+
+    def relative_embeddings(self, length: int) -> Tensor | None:
+        """The relative position table for sequences of `length`, [R, E]."""
+        raise NotImplementedError
+
+    def slots(self, length: int, device: torch.device) -> Tensor | None:
+        """Row of that table for each query and key, [L, L]."""
+        raise NotImplementedError
+
+    def after_first_layer(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:
+        """What else becomes of the first layer's output, [B, L, E]."""
+        return outputs
+
+    def forward(
+        self, hidden_states: Tensor, mask: Tensor | None, output_attentions: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """
+        Args:
+            hidden_states: [B, L, E].
+            mask: boolean [B, L] or [B, L, L], or None.
+
+        Returns:
+            The input and the output of each layer, [B, L, E] each, and the attention weights of each
+            layer, [B, H, L, L], where asked for.
+        """
+        rel_embeddings, context = self.shared(hidden_states, mask, output_attentions)
+        states: tuple[Tensor, ...] = (hidden_states,)
+        attentions: tuple[Tensor, ...] = ()
+        for index, layer in enumerate(self.layer):
+            hidden_states, weights = run(
+                self.layer.of_layers, layer, hidden_states, rel_embeddings, context=context
+            )
+            if index == 0:
+                hidden_states = self.after_first_layer(states[0], hidden_states, masks.token_mask(mask))
+            states = (*states, hidden_states)
+            if weights is not None:
+                attentions = (*attentions, weights)
+        return states, attentions
+
+    def shared(
+        self, hidden_states: Tensor, mask: Tensor | None, output_attentions: bool
+    ) -> tuple[Tensor | None, AttentionContext]:
+        """The work that is the same for every layer, done once."""
+        length = hidden_states.shape[1]
+        context = AttentionContext(
+            masks.pair_mask(mask),
+            self.slots(length, hidden_states.device),
+            output_attentions,
+            self.layer.of_attention,
+        )
+        return self.relative_embeddings(length), context
+
+    def enhanced_mask_decoder(self, hidden_states: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Enhanced mask decoder (paper, section 3.2), as the original implements it.
+
+        The last layer runs twice more over the states below it; its queries start as those states
+        plus absolute positions, which the encoder itself has not seen.
+
+        Args:
+            hidden_states: states before the last layer, [B, L, E].
+            positions: absolute position embeddings, [1 or B, L, E].
+        """
+        rel_embeddings, context = self.shared(hidden_states, mask, output_attentions=False)
+        query_states = hidden_states + positions
+        for _ in range(2):
+            query_states, _ = run(
+                self.layer.of_layers,
+                self.layer[-1],
+                hidden_states,
+                rel_embeddings,
+                query_states,
+                context=context,
+            )
+        return query_states
+
+
+class Backbone(PretrainedModel):
+    """Embeddings and encoder: the model without a head, whose parts a generation fills in."""
+
+    config: DisentangledConfig
+    embeddings: Embeddings
+    encoder: Encoder
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        use_cache: bool | None = None,
+    ) -> BaseModelOutput | tuple[Any, ...]:
+        """
+        Args:
+            input_ids: [B, L]. Or else `inputs_embeds`, [B, L, embedding_size].
+            attention_mask: [B, L] (1 for a real token) or [B, L, L] (1 where a query attends to a
+                key), of any dtype; all real unless given. Padding queries of a [B, L] mask attend
+                uniformly, as upstream's.
+            token_type_ids: [B, L]; ignored by a model without token types.
+            position_ids: [B, L], absolute; counted from 0 unless given.
+            output_attentions, output_hidden_states, return_dict: the config's unless given.
+            use_cache: ignored.
+
+        Raises:
+            ValueError: inputs of wrong shape, both or none of them, or more tokens than absolute positions.
+        """
+        batch, length, _ = resolve_input(input_ids, inputs_embeds)
+        mask = masks.as_bool(attention_mask, batch, length)
+        output_attentions = self.option("output_attentions", output_attentions)
+        embeddings = self.embeddings(
+            input_ids, token_type_ids, position_ids, inputs_embeds, masks.token_mask(mask)
+        )
+        states, attentions = self.encoder(embeddings, mask, output_attentions)
+        output = BaseModelOutput(
+            last_hidden_state=states[-1],
+            hidden_states=states if self.option("output_hidden_states", output_hidden_states) else None,
+            attentions=attentions if output_attentions else None,
+        )
+        return self.returned(output, return_dict)
+
+    def enhanced_mask_decoder(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """The decoder's states [B, L, E], from those before the last layer; see `Encoder`."""
+        batch, length, _ = hidden_states.shape
+        positions = self.embeddings.positions(length, position_ids, hidden_states.device)
+        return self.encoder.enhanced_mask_decoder(
+            hidden_states, positions, masks.as_bool(attention_mask, batch, length)
+        )
