@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 import outplace
 from outplace.fasta import read_fasta
+
+# NumPy is none of the requirements, which torch remarks on.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 PROTEINS = Path(__file__).parents[1] / "benchmarks" / "nano" / "data" / "some_proteins.fasta"
 HELD_OUT = Path(__file__).parent / "held_out.fasta"

@@ -147,7 +147,9 @@ class Tokenizer:
         settings = {} if path is None else read_json_object(path)
         special = {name: settings[name] for name in SPECIAL if name in settings}
         given = {name: x["content"] if isinstance(x, dict) else x for name, x in special.items()}
-        others = {name: settings[name] for name in ("model_max_length", "padding_side") if name in settings}
+        others: dict[str, Any] = {
+            name: settings[name] for name in ("model_max_length", "padding_side") if name in settings
+        }
         return cls._from_files(name_or_path, hub, {**given, **others})
 
     @classmethod

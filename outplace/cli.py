@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = build_parser().parse_args(argv)
-            with _terminated_cleanly():
+            with _terminated_cleanly(), warnings.catch_warnings():
+                # NumPy is none of the requirements, which torch remarks on.
+                warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
                 return int(args.run(args))
         finally:
             sys.stdout.flush()

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     from .models.esm import EsmModel
-    from .vector_file import VectorFile, new_file
+    from .weights.writer import TensorFile, new_file
 
     start = time.monotonic()
     with new_file(args.output) as file:
@@ -118,8 +118,11 @@ def run(args: argparse.Namespace) -> int:
             warn(f"{foreign.total()} residues ({', '.join(sorted(foreign))}) have no token and are read as X")
         vectors = embed_records(model, tokenizer, records, pool=args.pool, batch_tokens=args.batch_tokens)
         width = model.config.hidden_size
-        shapes = {r.name: (len(r.sequence), width) if args.pool == "none" else (width,) for r in records}
-        writer = VectorFile(file, shapes, model.dtype, _metadata(args, records))
+        entries = {
+            r.name: (model.dtype, (len(r.sequence), width) if args.pool == "none" else (width,))
+            for r in records
+        }
+        writer = TensorFile(file, entries, _metadata(args, records))
         with progress_bar(sum(len(record.sequence) for record in records)) as bar:
             for record, vector in vectors:
                 writer.write(record.name, vector)

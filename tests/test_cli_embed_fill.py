@@ -31,7 +31,6 @@ from outplace.cli import main
 from outplace.embed import batches_within, embed_records, with_unique_names
 from outplace.fasta import Record, read_fasta
 from outplace.fill import fill_masks, parse_masked
-from outplace.vector_file import VectorFile, new_file
 
 FEW = Path(__file__).parent / "data" / "few_proteins.fasta"
 SOME = Path(__file__).parents[1] / "benchmarks" / "nano" / "data" / "some_proteins.fasta"
@@ -516,53 +515,3 @@ def test_a_killed_run_leaves_nothing_under_the_final_name(
         assert process.stderr.read() == b""
     assert out.read_bytes() == b"of an earlier run"
     assert len(list(tmp_path.glob(".outplace-*.tmp"))) == left
-
-
-# The file
-
-
-def test_a_new_file_has_ordinary_permissions_and_keeps_a_link(tmp_path: Path) -> None:
-    link, target = tmp_path / "link", tmp_path / "target"
-    link.symlink_to(target)
-    with new_file(link) as file:
-        file.write(b"x")
-        assert not target.exists()
-    (tmp_path / "ordinary").write_bytes(b"")
-    assert link.is_symlink()
-    assert target.read_bytes() == b"x"
-    assert target.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-
-
-def test_a_failing_block_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"old")
-    with pytest.raises(KeyError), new_file(path):
-        raise KeyError
-    assert path.read_bytes() == b"old"
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_tensors_written_in_any_order_are_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {
-        "é \"'": torch.randn(3, 5, dtype=dtype),
-        "b\n": torch.randn(1, dtype=dtype),
-        "c": torch.randn(2, 2, dtype=dtype),
-    }
-    with new_file(tmp_path / "x") as file:
-        writer = VectorFile(file, {n: tuple(t.shape) for n, t in tensors.items()}, dtype, {"model": "\udcff"})
-        for name in ("c", "é \"'", "b\n"):
-            writer.write(name, tensors[name])
-    found, metadata = contents(tmp_path / "x")
-    assert metadata == {"model": "?"}
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-
-
-def test_more_names_than_the_format_allows_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outplace.vector_file.MAX_HEADER_BYTES", 1000)
-    shapes = {f"protein {number}": (8,) for number in range(100)}
-    with pytest.raises(ValueError, match=r"100 names .* split"), new_file(tmp_path / "x") as file:
-        VectorFile(file, shapes, torch.float32, {})

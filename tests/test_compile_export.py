@@ -59,3 +59,19 @@ def test_it_exports_with_dynamic_batch_and_length(name: str, strict: bool) -> No
         inputs = {key: x for key, x in tiny.inputs(name, *shape).items() if key in given}
         expected, found = model(**inputs), run(**inputs)
         assert torch.allclose(found[0], expected[0], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Deberta", "DebertaV2", "Esm"])
+def test_the_default_backend_trains_and_predicts_as_eager_at_any_length(family: str) -> None:
+    torch._dynamo.reset()
+    name = f"{family}ForMaskedLM"
+    model = tiny.model(name)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for batch, length in ((3, 12), (2, 17), (4, 25)):
+        inputs = tiny.inputs(name, batch, length)
+        expected, found = model(**inputs), compiled(**inputs)
+        assert torch.allclose(found.logits, expected.logits, atol=1e-5)
+        (gradient,) = torch.autograd.grad(found.loss, model.get_input_embeddings().weight)
+        (wanted,) = torch.autograd.grad(expected.loss, model.get_input_embeddings().weight)
+        assert torch.allclose(gradient, wanted, atol=1e-5)

@@ -108,11 +108,10 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_whole(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     model = outplace.DebertaV2ForMaskedLM.from_pretrained(folder)
 
-    def full(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
-        Path(path).write_bytes(b"half")
+    def full(self: Any, name: str, tensor: Tensor) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("outplace.weights.saving.save_file", full)
+    monkeypatch.setattr("outplace.weights.writer.TensorFile.write", full)
     with pytest.raises(OSError, match="no space"):
         model.save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

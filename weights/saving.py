@@ -9,33 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .hub import INDEX, WEIGHTS, read_index
+from .writer import TensorFile, new_file
 
 if TYPE_CHECKING:
     from ..models.base import PretrainedModel
 
+METADATA = {"format": "pt"}
+"""What upstream looks for in a file's header."""
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that is at its name whole or not at all."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(content)
-            file.close()
-            _publish(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    temporary.chmod(0o666 & ~umask)  # temporary files are private
-    os.replace(temporary, path)
+    with new_file(path) as file:
+        file.write(content)
 
 
 def save_model(model: PretrainedModel, folder: Path, max_shard_size: int | str) -> None:
@@ -54,10 +43,14 @@ def save_model(model: PretrainedModel, folder: Path, max_shard_size: int | str) 
     stale = _weight_files(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         for name, keys in split.filename_to_tensors.items():
-            tensors = {key: state[key].detach().cpu().contiguous() for key in keys}
-            save_file(tensors, Path(staging) / name, metadata={"format": "pt"})
+            with (Path(staging) / name).open("wb") as file:
+                writer = TensorFile(
+                    file, {k: (state[k].dtype, tuple(state[k].shape)) for k in keys}, METADATA
+                )
+                for key in keys:
+                    writer.write(key, state[key])
         for name in split.filename_to_tensors:
-            _publish(Path(staging) / name, folder / name)
+            os.replace(Path(staging) / name, folder / name)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_atomically(folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

@@ -1,7 +1,11 @@
-"""A safetensors file written tensor by tensor, so that it may be larger than memory."""
+"""Write safetensors files tensor by tensor, so that they may be larger than memory.
+
+The library's own writer for torch needs NumPy, which is none of this package's requirements.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -9,13 +13,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 MAX_HEADER_BYTES = 100_000_000
 """Longer ones are refused by the readers of the format."""
 
@@ -43,13 +51,13 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-class VectorFile:
-    """Tensors of known shapes, written in any order.
+class TensorFile:
+    """A safetensors file of tensors that are known by shape and dtype, written in any order.
 
     Args:
         file: new, opened for writing.
-        shapes: of every tensor by its name; in the order they lie in the file.
-        dtype: of all of them, one of `DTYPE_NAMES`.
+        entries: dtype, one of `DTYPE_NAMES`, and shape of every tensor by its name. Of one width they
+            lie in the file in this order.
         metadata: the header's free part.
 
     Raises:
@@ -59,36 +67,35 @@ class VectorFile:
     def __init__(
         self,
         file: BinaryIO,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
+        entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
     ) -> None:
-        self.file, self.dtype = file, dtype
-        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        self.file, self.entries = file, entries
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
         self.places: dict[str, int] = {}
         end = 0
-        for name, shape in shapes.items():
+        # Wide numbers first: so each tensor begins at a multiple of its own width.
+        for name, (dtype, shape) in sorted(entries.items(), key=lambda entry: -entry[1][0].itemsize):
             self.places[name], start, end = end, end, end + prod(shape) * dtype.itemsize
-            entries[name] = {
-                "dtype": DTYPE_NAMES[str(dtype).removeprefix("torch.")],
+            header[name] = {
+                "dtype": DTYPE_NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
         # A file name in the metadata need not be text.
-        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-        header = header.ljust(-(-len(header) // 8) * 8)
-        if len(header) > MAX_HEADER_BYTES:
+        content = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        content = content.ljust(-(-len(content) // 8) * 8)
+        if len(content) > MAX_HEADER_BYTES:
             raise ValueError(
-                f"{len(shapes)} names need a header of {len(header):,} bytes and safetensors allows "
+                f"{len(entries)} names need a header of {len(content):,} bytes and safetensors allows "
                 f"{MAX_HEADER_BYTES:,}; split the input into several files"
             )
-        self.start = file.write(len(header).to_bytes(8, "little")) + file.write(header)
+        self.start = file.write(len(content).to_bytes(8, "little")) + file.write(content)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put a tensor of the promised shape and dtype in its place."""
-        from safetensors.torch import save
-
-        assert tensor.dtype == self.dtype
-        alone = save({"": tensor})
+        assert (tensor.dtype, tuple(tensor.shape)) == self.entries[name]
+        tensor = tensor.detach().cpu().contiguous()
         self.file.seek(self.start + self.places[name])
-        self.file.write(alone[8 + int.from_bytes(alone[:8], "little") :])
+        if tensor.numel():
+            self.file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
