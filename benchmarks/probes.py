@@ -23,6 +23,7 @@ LORA_TARGETS = {
     "DebertaV2": ["query_proj", "value_proj"],
     "Esm": ["query", "value"],
 }
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ def check(true: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
-def with_lora(model: Any, family: str) -> Any:
+def with_lora(model: Any, family: str, targets: dict[str, list[str]] = LORA_TARGETS) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    options = {"r": 4, "lora_dropout": 0.0, "target_modules": LORA_TARGETS[family]}
+    options = {"r": 4, "lora_dropout": 0.0, "target_modules": targets[family]}
     return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", **options)).train()
 
 
@@ -165,7 +166,7 @@ def qlora(package: str, family: str) -> None:
 @probe("torch.utils.checkpoint", "torch")
 def reentrant_checkpointing(package: str, family: str) -> None:
     """reentrant checkpointing of every layer: the gradients of a run without"""
-    model = build(package, family, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
+    model = build(package, family, **NO_DROPOUT).train()
     model(**batch(family)).loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -324,18 +325,15 @@ def contacts(package: str, family: str) -> None:
 # Privacy, attribution, training loops
 
 
-def _private(package: str, family: str, mode: str) -> None:
+def _private(model: Any, inputs: dict[str, Tensor], mode: str, step: Callable[..., None]) -> None:
+    """An epoch of DP-SGD; `step(model, rows)` leaves per-sample gradients behind."""
     from opacus import PrivacyEngine
 
-    model = build(package, family, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).train()
-    inputs = batch(family, rows=8)
-    columns = list(inputs)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*inputs.values()), batch_size=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
+    columns, data = list(inputs), torch.utils.data.TensorDataset(*inputs.values())
+    private, optimizer, loader = PrivacyEngine().make_private(
+        module=model.train(),
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         poisson_sampling=False,
@@ -343,20 +341,44 @@ def _private(package: str, family: str, mode: str) -> None:
     )
     for rows in loader:
         optimizer.zero_grad()
-        model(**dict(zip(columns, rows, strict=True))).loss.backward()
+        step(private, dict(zip(columns, rows, strict=True)))
         optimizer.step()
 
 
+def _backward(model: Any, rows: dict[str, Tensor]) -> None:
+    model(**rows).loss.backward()
+
+
 @probe("Opacus")
-def private_hooks(package: str, family: str) -> None:
-    """DP-SGD, per-sample gradients by hooks (the default)"""
-    _private(package, family, "hooks")
+def private_training(package: str, family: str) -> None:
+    """DP-SGD of all parameters, per-sample gradients by Opacus' hooks"""
+    _private(build(package, family), batch(family, rows=8), "hooks", _backward)
+
+
+@probe("Opacus")
+def private_adapters(package: str, family: str) -> None:
+    """DP-SGD of LoRA adapters, per-sample gradients by Opacus' hooks"""
+    targets = {"Deberta": ["in_proj"], "DebertaV2": ["value_proj"], "Esm": ["query", "value"]}
+    model = with_lora(build(package, family), family, targets)
+    _private(model, batch(family, rows=8), "hooks", _backward)
 
 
 @probe("Opacus")
 def private_functional(package: str, family: str) -> None:
-    """DP-SGD, per-sample gradients by `torch.func`"""
-    _private(package, family, "functorch")
+    """DP-SGD of all parameters, per-sample gradients by `vmap(grad)` (`grad_sample_mode="no_op"`)"""
+
+    def step(private: Any, rows: dict[str, Tensor]) -> None:
+        model = private._module
+        weights, loss = _functional(model)
+
+        def one(weights: dict[str, Tensor], sample: dict[str, Tensor]) -> Tensor:
+            return loss(weights, {key: x.unsqueeze(0) for key, x in sample.items()})
+
+        gradients = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(weights, rows)
+        for name, parameter in model.named_parameters():
+            parameter.grad_sample = gradients[name]
+
+    _private(build(package, family, **NO_DROPOUT), batch(family, rows=8), "no_op", step)
 
 
 @probe("Captum")
@@ -372,8 +394,8 @@ def integrated_gradients(package: str, family: str) -> None:
         return model(inputs_embeds=embeddings, attention_mask=mask).logits
 
     method = IntegratedGradients(score)
-    options = {"additional_forward_args": (mask,), "n_steps": 64, "internal_batch_size": 64}
-    baselines = torch.full_like(embeddings, 0.01)
+    options = {"additional_forward_args": (mask,), "n_steps": 100, "internal_batch_size": 64}
+    baselines = model.get_input_embeddings()(torch.full_like(inputs["input_ids"], 3)).detach()
     attributions, delta = method.attribute(
         embeddings, baselines, target=1, return_convergence_delta=True, **options
     )
@@ -428,23 +450,55 @@ def tokenizer(family: str) -> Any:
     )
 
 
-@probe("pipeline", "transformers")
-def classification_pipeline(package: str, family: str) -> None:
-    """`pipeline("text-classification", model=model, tokenizer=tokenizer)`"""
+def as_dictionaries(model: Any) -> Any:
+    """Make a model's outputs plain dictionaries, which pipelines put more into; upstream's already are."""
+    model.register_forward_hook(lambda module, inputs, output: dict(output.items()))
+    return model
+
+
+def _classify(model: Any, family: str, **options: Any) -> None:
     from transformers import pipeline
 
-    classify = pipeline("text-classification", model=build(package, family), tokenizer=tokenizer(family))
-    found = classify(["M K T A Y", "G G"], batch_size=2)
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer(family))
+    found = classify(["M K T A Y", "G G"], **options)
     check([set(row) for row in found] == [{"label", "score"}] * 2, f"got {found}")
 
 
-@probe("pipeline", "transformers")
-def fill_mask_pipeline(package: str, family: str) -> None:
-    """`pipeline("fill-mask", model=model, tokenizer=tokenizer)`"""
+def _fill(model: Any, family: str) -> None:
     from transformers import pipeline
 
-    fill = pipeline("fill-mask", model=build(package, family, "ForMaskedLM"), tokenizer=tokenizer(family))
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer(family))
     check(len(fill("M K <mask> A Y", top_k=3)) == 3, "not three proposals")
+
+
+@probe("pipeline", "transformers")
+def pipeline_classification(package: str, family: str) -> None:
+    """`pipeline("text-classification", model=model, tokenizer=tokenizer)`, one text at a time"""
+    _classify(build(package, family), family)
+
+
+@probe("pipeline", "transformers")
+def pipeline_batches(package: str, family: str) -> None:
+    """the same with `batch_size=2`"""
+    _classify(build(package, family), family, batch_size=2)
+
+
+@probe("pipeline", "transformers")
+def pipeline_batches_of_dictionaries(package: str, family: str) -> None:
+    """the same, a forward hook making the model's outputs plain dictionaries"""
+    _classify(as_dictionaries(build(package, family)), family, batch_size=2)
+
+
+@probe("pipeline", "transformers")
+def pipeline_fill_mask(package: str, family: str) -> None:
+    """`pipeline("fill-mask", model=model, tokenizer=tokenizer)`"""
+    _fill(build(package, family, "ForMaskedLM"), family)
+
+
+@probe("pipeline", "transformers")
+def pipeline_fill_mask_of_dictionaries(package: str, family: str) -> None:
+    """the same, a forward hook making the model's outputs plain dictionaries"""
+    _fill(as_dictionaries(build(package, family, "ForMaskedLM")), family)
 
 
 @probe("Accelerate")
@@ -462,14 +516,57 @@ def accelerated_training(package: str, family: str) -> None:
         accelerator.load_state(folder)
 
 
+def _offload(package: str, family: str, **options: Any) -> None:
+    from accelerate import cpu_offload, disk_offload
+
+    options["execution_device"] = torch.device("cpu")
+    expected = build(package, family)(**batch(family)).logits
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        in_memory = cpu_offload(build(package, family), **options)
+        torch.testing.assert_close(in_memory(**batch(family)).logits, expected)
+        on_disk = disk_offload(build(package, family), folder, **options)
+        torch.testing.assert_close(on_disk(**batch(family)).logits, expected)
+
+
 @probe("Accelerate")
 def offload(package: str, family: str) -> None:
     """`cpu_offload` and `disk_offload`: the same logits"""
-    from accelerate import cpu_offload, disk_offload
+    _offload(package, family)
 
-    expected = build(package, family)(**batch(family)).logits
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        in_memory = cpu_offload(build(package, family), execution_device=torch.device("cpu"))
-        torch.testing.assert_close(in_memory(**batch(family)).logits, expected)
-        on_disk = disk_offload(build(package, family), folder, execution_device=torch.device("cpu"))
-        torch.testing.assert_close(on_disk(**batch(family)).logits, expected)
+
+@probe("Accelerate", families=DEBERTAS)
+def offload_encoder(package: str, family: str) -> None:
+    """the same, with `preload_module_classes` naming the encoder"""
+    _offload(package, family, preload_module_classes=[f"{family}Encoder"])
+
+
+@probe("Sentence Transformers", "sentence-transformers")
+def sentence_embeddings(package: str, family: str) -> None:
+    """`encode`, the model in a module of one's own under mean pooling: the mean of its states"""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import InputModule
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    class Encoder(InputModule):
+        def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+            super().__init__()
+            self.model, self.tokenizer = model, tokenizer
+
+        def preprocess(self, inputs: list[str], prompt: str | None = None, **options: Any) -> Any:
+            return self.tokenizer(inputs, padding=True, return_tensors="pt")
+
+        def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
+            states = self.model(features["input_ids"], features["attention_mask"]).last_hidden_state
+            return features | {"token_embeddings": states}
+
+        def save(self, output_path: str, *args: Any, **options: Any) -> None:
+            self.model.save_pretrained(output_path)
+
+    model, texts = build(package, family, "Model"), ["M K T A Y", "G G"]
+    found = SentenceTransformer(
+        modules=[Encoder(model, tokenizer(family)), Pooling(64)], device="cpu"
+    ).encode(texts)
+    for text, embedding in zip(texts, found, strict=True):
+        with torch.no_grad():
+            states = model(**tokenizer(family)(text, return_tensors="pt")).last_hidden_state
+        torch.testing.assert_close(torch.from_numpy(embedding), states[0].mean(0), rtol=1e-3, atol=1e-4)

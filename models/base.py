@@ -183,8 +183,7 @@ class PretrainedModel(nn.Module):
             raise ValueError(
                 f"a vocabulary of {size} tokens has no room for the padding token, number {padding}"
             )
-        ties = self.ties()
-        tied = [n for n, owner in ties.items() if self.get_parameter(n) is self.get_parameter(owner)]
+        tied = self.tied()
         for name in self.vocabulary_parameters():
             if name not in tied:
                 self._resize_rows(name, size)
@@ -196,7 +195,7 @@ class PretrainedModel(nn.Module):
         head = self.get_output_embeddings()
         if isinstance(head, nn.Linear):
             head.out_features = size
-        self.tie_weights(keep_apart=[name for name in ties if name not in tied])
+        self.tie_weights(tied)
         return embeddings
 
     def _resize_rows(self, name: str, rows: int) -> None:
@@ -213,19 +212,26 @@ class PretrainedModel(nn.Module):
         """Parameters that are another one under a second name: `{name: owner}`."""
         return {}
 
-    def tie_weights(self, keep_apart: Collection[str] = ()) -> None:
-        """Make each tied parameter, but those to keep apart, the same object as its owner."""
+    def tied(self) -> list[str]:
+        """The names of `ties` that are their owner now: not so where values differed, or were replaced."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        ties = self.ties().items()
+        return [
+            name for name, owner in ties if name in parameters and parameters[name] is parameters.get(owner)
+        ]
+
+    def tie_weights(self, names: Collection[str] | None = None) -> None:
+        """Make tied parameters, those of `names` or all, the same object as their owner."""
         for name, owner in self.ties().items():
-            if name not in keep_apart:
+            if names is None or name in names:
                 module, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(module), attribute, self.get_parameter(owner))
 
     def _apply(self: M, fn: Any, recurse: bool = True) -> M:
         # A move between devices that cannot share storage replaces each name's parameter by its own.
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        apart = [name for name, owner in self.ties().items() if parameters[name] is not parameters[owner]]
+        tied = self.tied()
         super()._apply(fn, recurse)
-        self.tie_weights(keep_apart=apart)
+        self.tie_weights(tied)
         return self
 
     @property

@@ -7,7 +7,6 @@ Truncation and padding are done here for each call by itself, never by settings 
 from __future__ import annotations
 
 import json
-import sys
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +31,8 @@ SPECIAL = ("unk_token", "cls_token", "sep_token", "eos_token", "bos_token", "pad
 class BatchEncoding(UserDict[str, Any]):
     """What a tokenizer returns: a mapping whose entries are attributes too.
 
-    `input_ids` and the like are lists, or tensors [B, L] where asked for. Each row's `Encoding` tells
-    tokens, words and offsets; rows are numbered in the order of the lists.
+    `input_ids` and the like are lists, or tensors [B, L] where asked for. The rows' tokens, words and
+    offsets stay known, padding included; rows are numbered in the order of the lists.
     """
 
     def __init__(self, data: Mapping[str, Any], encodings: Sequence[Encoding] = ()) -> None:
@@ -46,28 +45,39 @@ class BatchEncoding(UserDict[str, Any]):
         except KeyError:
             raise AttributeError(f"this encoding has no {name!r}") from None
 
-    def tokens(self, row: int = 0) -> list[str]:
-        return self.encodings[row].tokens
+    def tokens(self, batch_index: int = 0) -> list[str]:
+        return self.encodings[batch_index].tokens
 
-    def word_ids(self, row: int = 0) -> list[int | None]:
+    def word_ids(self, batch_index: int = 0) -> list[int | None]:
         """For each token the word it is of, None for special tokens."""
-        return self.encodings[row].word_ids
+        return self.encodings[batch_index].word_ids
 
-    def sequence_ids(self, row: int = 0) -> list[int | None]:
+    def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
         """For each token 0 or 1, which text of a pair it is of, None for special tokens."""
-        # A truncated pair's first text has lost its number.
-        encoding = self.encodings[row]
-        ids = zip(encoding.sequence_ids, encoding.special_tokens_mask, strict=True)
+        # The first text of a pair has lost its number where the pair was cut.
+        row = self.encodings[batch_index]
+        ids = zip(row.sequence_ids, row.special_tokens_mask, strict=True)
         return [None if special else (number or 0) for number, special in ids]
 
-    def char_to_token(self, row: int, char: int, sequence: int = 0) -> int | None:
-        return self.encodings[row].char_to_token(char, sequence)
+    def char_to_token(
+        self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
+    ) -> int | None:
+        """Which token holds a character; one number alone is a character of row 0."""
+        row, char = (0, batch_or_char_index) if char_index is None else (batch_or_char_index, char_index)
+        tokens = enumerate(zip(self.sequence_ids(row), self.encodings[row].offsets, strict=True))
+        found = (i for i, (text, (start, end)) in tokens if text == sequence_index and start <= char < end)
+        return next(found, None)
 
-    def token_to_chars(self, row: int, token: int) -> tuple[int, int] | None:
-        return self.encodings[row].token_to_chars(token)
+    def token_to_chars(
+        self, batch_or_token_index: int, token_index: int | None = None
+    ) -> tuple[int, int] | None:
+        """First and past-the-last character of a token, None for special ones; as `char_to_token`."""
+        row, token = (0, batch_or_token_index) if token_index is None else (batch_or_token_index, token_index)
+        encoding = self.encodings[row]
+        return None if encoding.special_tokens_mask[token] else encoding.offsets[token]
 
     def to(self, device: Any) -> BatchEncoding:
-        """The same with its tensors on another device."""
+        """The same with its tensors on another device; this one stays where it is."""
         moved = {key: x.to(device) if hasattr(x, "to") else x for key, x in self.items()}
         return BatchEncoding(moved, self.encodings)
 
@@ -75,14 +85,18 @@ class BatchEncoding(UserDict[str, Any]):
 class Tokenizer:
     """Base of the tokenizers.
 
+    `mask_token`, `mask_token_id` and so on, for each name in `SPECIAL`, are None where a family has no
+    such token. Another token of the vocabulary can be assigned to the former.
+
     Args:
         backend: does the splitting; its own padding and truncation must be off.
         special: names of special tokens, of `SPECIAL`, to the tokens.
         model_max_length: what `truncation=True` cuts to unless told.
         padding_side: "right" or "left".
+        added_tokens_decoder: tokens beside the backend's own vocabulary, by number.
 
     Raises:
-        ValueError: a special token is not in the vocabulary.
+        ValueError: a special token is not in the vocabulary, or a number does not fit the vocabulary.
     """
 
     model_input_names: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids", "attention_mask")
@@ -93,20 +107,25 @@ class Tokenizer:
         self,
         backend: FastTokenizer,
         special: Mapping[str, str | None],
+        *,
         model_max_length: int | None = None,
         padding_side: str = "right",
+        added_tokens_decoder: Mapping[int, AddedToken] | None = None,
     ) -> None:
-        if padding_side not in ("right", "left"):
-            raise ValueError(f"padding_side is {padding_side!r}; it must be 'right' or 'left'")
+        _check_side(padding_side)
         self.backend = backend
-        self.special = {name: token for name, token in special.items() if token is not None}
         self.model_max_length = UNLIMITED if model_max_length is None else model_max_length
         self.padding_side = padding_side
-        for name, token in self.special.items():
-            if backend.token_to_id(token) is None:
-                raise ValueError(f"{name} is {token!r}, which is not in the vocabulary")
+        for number, token in sorted((added_tokens_decoder or {}).items()):
+            backend.add_tokens([token])
+            if backend.token_to_id(token.content) != number:
+                raise ValueError(
+                    f"the added token {token.content!r} has the number {number}, where the vocabulary gives "
+                    f"{backend.token_to_id(token.content)}"
+                )
+        self._set_special(special)
 
-    # Special tokens: `mask_token`, `mask_token_id` and so on
+    # Special tokens
 
     def __getattr__(self, name: str) -> Any:
         special = self.__dict__.get("special", {})
@@ -117,65 +136,110 @@ class Tokenizer:
             return None if token is None else self.backend.token_to_id(token)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SPECIAL:
+            self._set_special({**self.special, name: value})
+        elif name.removesuffix("_id") in SPECIAL:
+            raise AttributeError(f"{name} follows {name.removesuffix('_id')}; set that")
+        else:
+            super().__setattr__(name, value)
+
+    def _set_special(self, special: Mapping[str, str | None]) -> None:
+        for name, token in special.items():
+            if token is not None and self.backend.token_to_id(token) is None:
+                raise ValueError(f"{name} is {token!r}, which is not in the vocabulary")
+        self.special = dict(special)
+        self._update_backend()
+
+    def _update_backend(self) -> None:
+        """Tell the backend which special tokens there are now; overridden by a family."""
+
     @property
     def all_special_tokens(self) -> list[str]:
-        return list(dict.fromkeys(self.special.values()))
+        added = self.backend.get_added_tokens_decoder().values()
+        named = [token for token in self.special.values() if token is not None]
+        return list(dict.fromkeys([*named, *(token.content for token in added if token.special)]))
 
     @property
     def all_special_ids(self) -> list[int]:
-        ids = (self.backend.token_to_id(token) for token in self.all_special_tokens)
-        return [i for i in ids if i is not None]
+        return [self.convert_tokens_to_ids(token) for token in self.all_special_tokens]
+
+    def get_special_tokens_mask(
+        self, token_ids: Iterable[int], already_has_special_tokens: bool = True
+    ) -> list[int]:
+        """1 for each special token in what was encoded before, 0 for others: for data collators."""
+        if not already_has_special_tokens:
+            raise ValueError("the token numbers must have their special tokens already")
+        special = set(self.all_special_ids)
+        return [int(i in special) for i in _as_list(token_ids)]
 
     # Files
 
     @classmethod
-    def from_pretrained(cls: type[T], name_or_path: str | Path, **hub: Any) -> T:
+    def from_pretrained(
+        cls: type[T],
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> T:
         """The tokenizer of a folder or Hub repository.
 
         Args:
-            hub: as `PretrainedModel.from_pretrained`'s `revision`, `subfolder`, `cache_dir`, `token`,
-                `local_files_only` and `force_download`.
+            revision, subfolder, cache_dir, token, local_files_only, force_download: as in
+                `huggingface_hub.hf_hub_download`.
 
         Raises:
             FileNotFoundError: no such folder, repository or file.
             ValueError: a file is malformed; the message names it.
         """
         from ..weights.hub import fetch
-        from .config import read_json_object
 
-        path = fetch(name_or_path, CONFIG, **hub)
-        settings = {} if path is None else read_json_object(path)
-        special = {name: settings[name] for name in SPECIAL if name in settings}
-        given = {name: x["content"] if isinstance(x, dict) else x for name, x in special.items()}
-        others: dict[str, Any] = {
-            name: settings[name] for name in ("model_max_length", "padding_side") if name in settings
+        hub = {
+            "revision": revision,
+            "subfolder": subfolder,
+            "cache_dir": cache_dir,
+            "token": token,
+            "local_files_only": local_files_only,
+            "force_download": force_download,
         }
-        return cls._from_files(name_or_path, hub, {**given, **others})
+        path = fetch(name_or_path, CONFIG, **hub)
+        return cls._from_files(name_or_path, hub, {} if path is None else _read_settings(path))
 
     @classmethod
     def _from_files(
         cls: type[T], name_or_path: str | Path, hub: dict[str, Any], settings: dict[str, Any]
     ) -> T:
+        """The tokenizer of a family's vocabulary files; `settings` are keywords of the constructor."""
         raise NotImplementedError
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files that upstream's tokenizer of the same name, and this one, load."""
         from ..weights.saving import write_atomically
 
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         settings = {
             **self.special,
             "model_max_length": self.model_max_length,
             "padding_side": self.padding_side,
             "tokenizer_class": type(self).__name__,
+            "added_tokens_decoder": {
+                str(number): {name: getattr(token, name) for name in names}
+                for number, token in self.backend.get_added_tokens_decoder().items()
+            },
         }
-        write_atomically(
-            Path(folder) / CONFIG, (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
-        )
+        write_atomically(folder / CONFIG, (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode())
         for name, content in self._vocabulary_files().items():
-            write_atomically(Path(folder) / name, content)
+            write_atomically(folder / name, content)
 
     def _vocabulary_files(self) -> dict[str, bytes]:
+        """A family's vocabulary files, by name; added tokens are not for them."""
         raise NotImplementedError
 
     # Vocabulary
@@ -187,26 +251,28 @@ class Tokenizer:
 
     def __len__(self) -> int:
         """Number of tokens, added ones counted."""
-        return len(self.get_vocab())
+        return self.backend.get_vocab_size(with_added_tokens=True)
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend.get_vocab(with_added_tokens=True)
 
-    def add_tokens(self, tokens: str | Iterable[str], special_tokens: bool = False) -> int:
+    def add_tokens(
+        self, tokens: str | AddedToken | Iterable[str | AddedToken], special_tokens: bool = False
+    ) -> int:
         """Add tokens that are found whole; returns how many were new. Resize the model's embeddings after."""
-        found = [tokens] if isinstance(tokens, str) else list(tokens)
-        if special_tokens:
-            return self.backend.add_special_tokens(found)
-        added: int = self.backend.add_tokens([AddedToken(token, normalized=True) for token in found])
-        return added
+        found = [tokens] if isinstance(tokens, str | AddedToken) else list(tokens)
+        before = len(self)
+        add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
+        add(found)
+        return len(self) - before
 
     def add_special_tokens(self, tokens: Mapping[str, str]) -> int:
         """Set special tokens by name (`{"pad_token": "<pad>"}`); returns how many were new."""
         for name in tokens:
             if name not in SPECIAL:
                 raise ValueError(f"{name!r} is no special token's name; there are {', '.join(SPECIAL)}")
-        added = self.add_tokens(list(tokens.values()), special_tokens=True)
-        self.special = {**self.special, **tokens}
+        added = self.add_tokens(tokens.values(), special_tokens=True)
+        self._set_special({**self.special, **tokens})
         return added
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
@@ -218,21 +284,21 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
         """The token of a number, or the tokens of several; numbers past the vocabulary give `unk_token`."""
-        if isinstance(ids, int):
-            found = self.backend.id_to_token(ids)
+        numbers = _as_list(ids)
+        if isinstance(numbers, int):
+            found = self.backend.id_to_token(numbers)
             return self.unk_token if found is None else found
         special = set(self.all_special_ids) if skip_special_tokens else set()
-        return [self.convert_ids_to_tokens(int(i)) for i in ids if int(i) not in special]
+        return [self.convert_ids_to_tokens(i) for i in numbers if i not in special]
 
     # Text to numbers
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
         return self(text, add_special_tokens=add_special_tokens).tokens()
 
-    def encode(self, text: str, text_pair: str | None = None, **options: Any) -> list[int]:
+    def encode(self, text: str, text_pair: str | None = None, **options: Any) -> Any:
         """Token numbers of one text or pair; options as `__call__`."""
-        ids: list[int] = self(text, text_pair, **options)["input_ids"]
-        return ids
+        return self(text, text_pair, **options)["input_ids"]
 
     def __call__(
         self,
@@ -269,59 +335,121 @@ class Tokenizer:
             return_overflowing_tokens: cut-off rests become rows of their own, and
                 `overflow_to_sample_mapping` tells of which text.
             return_offsets_mapping: first and past-the-last character of each token in its text.
+            return_length: `length`, the number of tokens before padding.
 
         Raises:
             ValueError: texts of the wrong type, an option that is none, or a truncation that leaves nothing.
         """
-        batched = self._is_batch(text, is_split_into_words)
+        batched = _is_batch(text, is_split_into_words)
         texts: list[Any] = list(text) if batched else [text]
-        pairs: list[Any] = [None] * len(texts)
-        if text_pair is not None:
-            pairs = list(text_pair) if batched else [text_pair]
-            if len(pairs) != len(texts):
-                raise ValueError(f"there are {len(texts)} texts and {len(pairs)} for the pairs")
-        strategy = _choice(
+        pairs = _partners(texts, text_pair, batched, is_split_into_words)
+        cut = _choice(
             "truncation", truncation, "longest_first", "do_not_truncate", ("only_first", "only_second")
         )
         limit = self.model_max_length if max_length is None else max_length
 
-        encodings: list[Encoding] = []
+        rows: list[Encoding] = []
         samples: list[int] = []
         for sample, (first, second) in enumerate(zip(texts, pairs, strict=True)):
-            self._check(first, is_split_into_words)
-            if second is not None:
-                self._check(second, is_split_into_words)
-            whole = self.backend.encode(first, second, is_split_into_words, add_special_tokens)
-            if strategy != "do_not_truncate" and len(whole.ids) > limit:
-                a = self.backend.encode(first, None, is_split_into_words, False)
-                b = None if second is None else self.backend.encode(second, None, is_split_into_words, False)
-                special = len(whole.ids) - len(a.ids) - (0 if b is None else len(b.ids))
-                _truncate(a, b, limit - special, strategy, stride)
-                if b is not None:
-                    b.set_sequence_id(1)
-                whole = self.backend.post_process(a, b, add_special_tokens)
-            rows = [whole, *whole.overflowing] if return_overflowing_tokens else [whole]
-            encodings.extend(rows)
-            samples.extend([sample] * len(rows))
+            row = self._encode(first, second, is_split_into_words, add_special_tokens, cut, limit, stride)
+            kept = [row, *row.overflowing] if return_overflowing_tokens else [row]
+            rows.extend(kept)
+            samples.extend([sample] * len(kept))
+        self._review(texts, pairs, rows)
+
+        lengths = [len(row.ids) for row in rows]
+        length = self._padded_length(lengths, padding, limit, pad_to_multiple_of)
+        if length is not None:
+            if cut != "do_not_truncate" and limit < UNLIMITED and limit % (pad_to_multiple_of or 1):
+                raise ValueError(
+                    f"rows cut to {limit} tokens cannot be padded to a multiple of {pad_to_multiple_of}; "
+                    "make max_length a multiple too"
+                )
+            for row in rows:
+                row.pad(
+                    length, direction=self.padding_side, pad_id=self.pad_token_id, pad_token=self.pad_token
+                )
 
         names = self.model_input_names
-        data: dict[str, list[Any]] = {"input_ids": [row.ids for row in encodings]}
+        data: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
         if return_token_type_ids or (return_token_type_ids is None and "token_type_ids" in names):
-            data["token_type_ids"] = [row.type_ids for row in encodings]
+            data["token_type_ids"] = [row.type_ids for row in rows]
         if return_attention_mask or (return_attention_mask is None and "attention_mask" in names):
-            data["attention_mask"] = [row.attention_mask for row in encodings]
+            data["attention_mask"] = [row.attention_mask for row in rows]
         if return_special_tokens_mask:
-            data["special_tokens_mask"] = [row.special_tokens_mask for row in encodings]
+            data["special_tokens_mask"] = [row.special_tokens_mask for row in rows]
         if return_offsets_mapping:
-            data["offset_mapping"] = [row.offsets for row in encodings]
+            data["offset_mapping"] = [row.offsets for row in rows]
         if return_length:
-            data["length"] = [len(row.ids) for row in encodings]
-        data = self._pad(data, padding, limit if max_length is None else max_length, pad_to_multiple_of)
+            data["length"] = lengths
         if return_overflowing_tokens:
             data["overflow_to_sample_mapping"] = samples
         if not batched and not return_overflowing_tokens and return_tensors is None:
-            data = {key: rows[0] for key, rows in data.items()}
-        return BatchEncoding(_as_tensors(data, return_tensors), encodings)
+            data = {key: values[0] for key, values in data.items()}
+        return BatchEncoding(_as_tensors(data, return_tensors), rows)
+
+    def _review(self, texts: list[Any], pairs: list[Any], rows: list[Encoding]) -> None:
+        """Warn of or refuse what a call has encoded; overridden by a family."""
+
+    def _encode(
+        self,
+        first: Any,
+        second: Any,
+        words: bool,
+        add_special_tokens: bool,
+        cut: str,
+        limit: int,
+        stride: int,
+    ) -> Encoding:
+        """One text or pair, cut but not padded."""
+        row = self.backend.encode(first, second, words, add_special_tokens)
+        if cut == "do_not_truncate" or len(row.ids) <= limit:
+            return row
+        a = self.backend.encode(first, None, words, False)
+        # Behind an empty first text, for its rests too are then of the second type.
+        empty: Any = [] if words else ""
+        b = None if second is None else self.backend.encode(empty, second, words, False)
+        special = len(row.ids) - len(a.ids) - (0 if b is None else len(b.ids))
+        self._truncate(a, b, limit - special, cut, stride)
+        return self.backend.post_process(a, b, add_special_tokens)
+
+    def _truncate(self, a: Encoding, b: Encoding | None, limit: int, cut: str, stride: int) -> None:
+        """Cut what is longer than `limit` to it; what is cut off becomes the encodings' `overflowing`."""
+        first, second = len(a.ids), 0 if b is None else len(b.ids)
+        if cut == "only_second":
+            keep = (first, limit - first)
+        elif cut == "only_first" or b is None:
+            keep = (limit - second, second)
+        else:
+            keep = self._shares(first, second, limit)
+        if min(keep) < 0 or (cut == "only_second" and b is None):
+            raise ValueError(
+                f"truncation={cut!r} cannot cut {first} and {second} tokens to {limit}; raise max_length, "
+                "or cut the other text too"
+            )
+        for encoding, length in zip((a, b), keep, strict=True):
+            if encoding is not None and len(encoding.ids) > length:
+                if length and not 0 <= stride < length:
+                    raise ValueError(f"stride is {stride}; it must be under the {length} tokens a row keeps")
+                encoding.truncate(length, stride=stride if length else 0)
+
+    def _shares(self, first: int, second: int, limit: int) -> tuple[int, int]:
+        """How many tokens of each of a pair are kept, where the longer is cut first."""
+        shorter = min(first, second, limit // 2)
+        return (shorter, limit - shorter) if first <= second else (limit - shorter, shorter)
+
+    def _padded_length(
+        self, lengths: Sequence[int], padding: Padding, limit: int, multiple: int | None
+    ) -> int | None:
+        strategy = _choice("padding", padding, "longest", "do_not_pad", ("max_length",))
+        if strategy == "do_not_pad" or not lengths:
+            return None
+        if self.pad_token_id is None:
+            raise ValueError(f"this {type(self).__name__} has no pad_token to pad with")
+        if strategy == "max_length" and limit >= UNLIMITED:
+            raise ValueError("padding='max_length' needs a max_length: this tokenizer knows no limit")
+        length = max(lengths) if strategy == "longest" else limit
+        return -(-length // multiple) * multiple if multiple else length
 
     def pad(
         self,
@@ -329,80 +457,73 @@ class Tokenizer:
         padding: Padding = True,
         max_length: int | None = None,
         pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_attention_mask: bool | None = None,
         return_tensors: str | None = None,
-        **ignored: Any,
+        verbose: bool = True,
     ) -> BatchEncoding:
-        """Rows encoded before, a dict of lists or a list of dicts, at one length: for data collators.
+        """What was encoded before, at one length: for data collators.
 
-        Entries that are not of this tokenizer (labels, say) are gathered as they are.
+        Entries that are not of a tokenizer (labels, say) are gathered as they are.
+
+        Args:
+            encoded: a row, a dict of rows' lists, or a list of rows.
+            padding, max_length, pad_to_multiple_of, return_attention_mask, return_tensors: as `__call__`.
+            padding_side: this tokenizer's unless given.
+            verbose: not used; collators may pass it.
+
+        Raises:
+            ValueError: no `input_ids`, or an option that is none.
         """
-        rows = (
-            encoded
-            if isinstance(encoded, Mapping)
-            else {key: [row[key] for row in encoded] for key in encoded[0]}
-        )
-        lists = {key: [_as_list(value) for value in values] for key, values in rows.items()}
-        limit = self.model_max_length if max_length is None else max_length
-        return BatchEncoding(
-            _as_tensors(self._pad(lists, padding, limit, pad_to_multiple_of), return_tensors)
-        )
-
-    def _pad(
-        self, data: dict[str, list[Any]], padding: Padding, limit: int, multiple: int | None
-    ) -> dict[str, list[Any]]:
-        strategy = _choice("padding", padding, "longest", "do_not_pad", ("max_length",))
-        if strategy == "do_not_pad" or not data["input_ids"]:
-            return data
-        if self.pad_token_id is None:
-            raise ValueError(f"this {type(self).__name__} has no pad_token to pad with")
+        if not isinstance(encoded, Mapping):
+            encoded = {key: [row[key] for row in encoded] for key in (encoded[0] if encoded else ())}
+        if "input_ids" not in encoded:
+            raise ValueError(f"there are no input_ids to pad, but {', '.join(encoded) or 'nothing'}")
+        side = _check_side(self.padding_side if padding_side is None else padding_side)
+        data = {key: [_as_list(row) for row in _as_list(rows)] for key, rows in encoded.items()}
+        single = bool(data["input_ids"]) and isinstance(data["input_ids"][0], int)
+        if single:
+            data = {key: [row] for key, row in data.items()}
         lengths = [len(row) for row in data["input_ids"]]
-        if strategy == "max_length" and limit >= UNLIMITED:
-            raise ValueError("padding='max_length' needs a max_length: this tokenizer knows no limit")
-        length = max(lengths) if strategy == "longest" else limit
-        length = -(-length // multiple) * multiple if multiple else length
-        fill = {
-            "input_ids": self.pad_token_id,
-            "attention_mask": 0,
-            "token_type_ids": 0,
-            "special_tokens_mask": 1,
-            "offset_mapping": (0, 0),
-        }
-        data.setdefault("attention_mask", [[1] * n for n in lengths])
-
-        def padded(row: list[Any], value: Any) -> list[Any]:
-            rest = [value] * (length - len(row))
-            return row + rest if self.padding_side == "right" else rest + row
-
-        return {
-            key: [padded(row, fill[key]) for row in rows] if key in fill else rows
-            for key, rows in data.items()
-        }
-
-    def _is_batch(self, text: Any, is_split_into_words: bool) -> bool:
-        if isinstance(text, str):
-            return False
-        if not isinstance(text, Sequence) or isinstance(text, bytes):
-            raise ValueError(f"text is of type {type(text).__name__}; it must be a string or a list of them")
-        return not is_split_into_words or not text or not isinstance(text[0], str)
-
-    def _check(self, text: Any, is_split_into_words: bool) -> None:
-        """Refuse what is no text, or no list of words."""
-        words = isinstance(text, Sequence) and not isinstance(text, str | bytes)
-        if is_split_into_words:
-            fits = words and all(isinstance(word, str) for word in text)
-        else:
-            fits = isinstance(text, str)
-        if not fits:
-            wanted = "a list of words" if is_split_into_words else "a string"
-            raise ValueError(f"a text is {text!r} of type {type(text).__name__}; it must be {wanted}")
+        if return_attention_mask or (
+            return_attention_mask is None and "attention_mask" in self.model_input_names
+        ):
+            data.setdefault("attention_mask", [[1] * n for n in lengths])
+        limit = self.model_max_length if max_length is None else max_length
+        length = self._padded_length(lengths, padding, limit, pad_to_multiple_of)
+        fill = {"input_ids": self.pad_token_id, "attention_mask": 0, "token_type_ids": 0}
+        fill |= {"special_tokens_mask": 1, "offset_mapping": (0, 0)}
+        for key in data.keys() & fill.keys():
+            rests = [[fill[key]] * ((length or 0) - len(row)) for row in data[key]]
+            pieces = zip(data[key], rests, strict=True)
+            data[key] = [row + rest if side == "right" else rest + row for row, rest in pieces]
+        if single and return_tensors is None:
+            data = {key: rows[0] for key, rows in data.items()}
+        return BatchEncoding(_as_tensors(data, return_tensors))
 
     # Numbers to text
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        raise NotImplementedError
+        numbers = _as_list(ids)
+        return self.backend.decode([numbers] if isinstance(numbers, int) else numbers, skip_special_tokens)
 
     def batch_decode(self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(row, skip_special_tokens) for row in rows]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """What of a `tokenizer_config.json` the constructors take."""
+    from .config import read_json_object
+
+    values = read_json_object(path)
+    try:
+        special = {name: values[name] for name in SPECIAL if name in values}
+        settings = {name: x["content"] if isinstance(x, dict) else x for name, x in special.items()}
+        settings |= {key: values[key] for key in ("model_max_length", "padding_side") if key in values}
+        added = (values.get("added_tokens_decoder") or {}).items()
+        return settings | {"added_tokens_decoder": {int(i): AddedToken(**fields) for i, fields in added}}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} describes its tokens in a way not known here: {error}") from error
 
 
 def _choice(name: str, given: bool | str | None, if_true: str, if_false: str, others: tuple[str, ...]) -> str:
@@ -414,34 +535,47 @@ def _choice(name: str, given: bool | str | None, if_true: str, if_false: str, ot
     return found
 
 
-def _truncate(a: Encoding, b: Encoding | None, limit: int, strategy: str, stride: int) -> None:
-    """Cut a text, or a pair, to `limit` tokens; what is cut off becomes the encodings' `overflowing`."""
-    limit = min(limit, sys.maxsize)
-    first, second = len(a.ids), 0 if b is None else len(b.ids)
-    excess = first + second - limit
-    if excess <= 0:
-        return
-    if strategy == "longest_first" and b is not None:
-        shorter, longer = sorted((first, second))
-        longer = max(shorter, limit - shorter)
-        if shorter + longer > limit:
-            shorter, longer = limit // 2, limit - limit // 2
-        keep = (shorter, longer) if first <= second else (longer, shorter)
-    elif strategy == "only_second":
-        keep = (first, second - excess)
-    else:
-        keep = (first - excess, second)
-    if min(keep) < 0 or (strategy == "only_second" and b is None):
-        raise ValueError(
-            f"truncation={strategy!r} cannot cut {first} and {second} tokens to {limit}; raise max_length, "
-            "or cut the other text too"
-        )
-    for encoding, length in zip((a, b), keep, strict=True):
-        if encoding is not None and len(encoding.ids) > length:
-            encoding.truncate(length, stride=min(stride, max(length - 1, 0)))
+def _check_side(side: str) -> str:
+    if side not in ("right", "left"):
+        raise ValueError(f"padding_side is {side!r}; it must be 'right' or 'left'")
+    return side
+
+
+def _is_batch(text: Any, is_split_into_words: bool) -> bool:
+    if isinstance(text, str):
+        return False
+    if not isinstance(text, Sequence) or isinstance(text, bytes):
+        raise ValueError(f"text is of type {type(text).__name__}; it must be a string or a list of them")
+    return not is_split_into_words or not text or not isinstance(text[0], str)
+
+
+def _partners(texts: list[Any], text_pair: Any, batched: bool, is_split_into_words: bool) -> list[Any]:
+    """What each text is paired with, None where it is alone; all texts are checked."""
+    pairs: list[Any] = [None] * len(texts)
+    if text_pair is not None:
+        if batched and not _is_batch(text_pair, is_split_into_words):
+            raise ValueError("text is a list of texts, and text_pair is one alone; give a list for both")
+        pairs = list(text_pair) if batched else [text_pair]
+        if len(pairs) != len(texts):
+            raise ValueError(f"there are {len(texts)} texts and {len(pairs)} for the pairs")
+    for text in texts if text_pair is None else texts + pairs:
+        _check_text(text, is_split_into_words)
+    return pairs
+
+
+def _check_text(text: Any, is_split_into_words: bool) -> None:
+    """Refuse what is no text, or no list of words."""
+    if not is_split_into_words and not isinstance(text, str):
+        raise ValueError(f"a text is of type {type(text).__name__}; it must be a string")
+    if is_split_into_words and (isinstance(text, str | bytes) or not isinstance(text, Sequence)):
+        raise ValueError(f"a text is of type {type(text).__name__}; it must be a list of words")
+    for word in text if is_split_into_words else ():
+        if not isinstance(word, str):
+            raise ValueError(f"a word is of type {type(word).__name__}; it must be a string")
 
 
 def _as_list(value: Any) -> Any:
+    """Tensors and arrays as Python numbers, other things as they are."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -452,9 +586,12 @@ def _as_tensors(data: dict[str, Any], kind: str | None) -> dict[str, Any]:
         raise ValueError(f"return_tensors is {kind!r}; it must be 'pt' or None")
     import torch
 
-    try:
-        return {key: torch.tensor(rows) for key, rows in data.items()}
-    except ValueError as error:
-        raise ValueError(
-            "rows of different lengths make no tensor; use padding=True, or truncation=True"
-        ) from error
+    tensors = {}
+    for key, rows in data.items():
+        try:
+            tensors[key] = torch.tensor(rows)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{key} makes no tensor: {error}; rows of different lengths need padding=True"
+            ) from error
+    return tensors

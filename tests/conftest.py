@@ -6,9 +6,13 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Nothing in the default run may ask the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A busy machine is no failure.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 # The models are tiny: threads would only wait for each other.
 torch.set_num_threads(1)
 

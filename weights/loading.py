@@ -128,7 +128,7 @@ def fill(
         else:
             _set(model, name, model.get_submodule(module).initial_buffers()[attribute].to(device))  # type: ignore[operator]
     initialize(model, model.config.initializer_range, only=set(report.missing))
-    model.tie_weights(keep_apart=report.untied)
+    model.tie_weights([name for name in ties if name not in report.untied])
     model.load_report = report
 
 

@@ -67,12 +67,10 @@ def storable_state(model: PretrainedModel) -> dict[str, Tensor]:
     A model whose config ties nothing keeps both names, since upstream then reads both.
     """
     state: dict[str, Tensor] = model.state_dict()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for alias, owner in model.ties().items():
-        if parameters[alias] is parameters[owner]:
-            tensor = state.pop(alias)
-            if not model.config.tie_word_embeddings:
-                state[alias] = tensor.clone()
+    for alias in model.tied():
+        tensor = state.pop(alias)
+        if not model.config.tie_word_embeddings:
+            state[alias] = tensor.clone()
     return state
 
 
