@@ -406,7 +406,7 @@ def integrated_gradients(package: str, family: str) -> None:
 
 @probe("Trainer", "transformers")
 def trainer(package: str, family: str) -> None:
-    """two epochs with checkpointing, evaluation, and a saved model that loads again"""
+    """two epochs with checkpointing, evaluation, and saved weights that load again"""
     from transformers import Trainer, TrainingArguments
 
     model, inputs = build(package, family), batch(family, rows=8)
@@ -420,6 +420,7 @@ def trainer(package: str, family: str) -> None:
         loop.train()
         found = loop.evaluate()["eval_loss"]
         loop.save_model(folder)
+        model.config.save_pretrained(folder)  # written by itself only with a `PreTrainedModel`
         again = type(model).from_pretrained(folder)
         check(abs(again(**inputs).loss.item() - found) < 1e-4, "the saved model is another one")
 

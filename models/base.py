@@ -220,6 +220,11 @@ class PretrainedModel(nn.Module):
             name for name, owner in ties if name in parameters and parameters[name] is parameters.get(owner)
         ]
 
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str]:
+        """What Trainer asks when a checkpoint lacks parameters: tied ones are not missing."""
+        return self.tied()
+
     def tie_weights(self, names: Collection[str] | None = None) -> None:
         """Make tied parameters, those of `names` or all, the same object as their owner."""
         for name, owner in self.ties().items():
@@ -282,6 +287,24 @@ class PretrainedModel(nn.Module):
         use_reentrant = options.pop("use_reentrant")
         for stack in self._layer_stacks():
             stack.checkpointing = Checkpointing(attention_only, use_reentrant, options)
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """`gradient_checkpointing_enable` under the name and with the arguments that Trainer calls it by.
+
+        Raises:
+            ValueError: layers are to be left out, or activations to be moved to the host.
+        """
+        if every_n_layers != 1 or offload:
+            raise ValueError(
+                f"every_n_layers={every_n_layers}, offload={offload}: all layers are recomputed here and "
+                "nothing is offloaded; gradient_checkpointing_enable(attention_only=True) recomputes less"
+            )
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         for stack in self._layer_stacks():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,8 @@ class ModelOutput:
     """A dataclass whose fields that are None do not count.
 
     `output["logits"]` and `output.logits` are the field, `output[0]` and `output[:2]` go by position,
-    iteration and `**output` go by name, `to_tuple()` gives the values. Instances pass through
+    iteration and `**output` go by name, `to_tuple()` gives the values; one is made of a dictionary too.
+    Instances pass through
     `torch.utils._pytree`, so transforms, compilation and export see the tensors inside.
     """
 
@@ -25,7 +26,7 @@ class ModelOutput:
         pytree.register_pytree_node(
             cls,
             lambda output: (list(output.values()), list(output.keys())),
-            lambda values, names: cls(**dict(zip(names, values, strict=True))),
+            lambda values, names: cls(dict(zip(names, values, strict=True))),  # type: ignore[call-arg]
             flatten_with_keys_fn=lambda output: (
                 [(pytree.MappingKey(name), value) for name, value in output.items()],
                 list(output.keys()),
@@ -33,9 +34,20 @@ class ModelOutput:
             serialized_type_name=f"outplace.{cls.__name__}",
         )
 
+    def __post_init__(self) -> None:
+        # What rebuilds a mapping of any class does so from a dictionary: accelerate, upstream's pipelines.
+        first = fields(self)[0].name
+        values = getattr(self, first)
+        if isinstance(values, Mapping):
+            setattr(self, first, None)
+            for name, value in values.items():
+                setattr(self, name, value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self, name, value)
+
     def _set_fields(self) -> dict[str, Any]:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in values if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def keys(self) -> KeysView[str]:
         return self._set_fields().keys()

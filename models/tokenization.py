@@ -7,13 +7,14 @@ Truncation and padding are done here for each call by itself, never by settings 
 from __future__ import annotations
 
 import json
-from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
+
+from .encoding import BatchEncoding
 
 T = TypeVar("T", bound="Tokenizer")
 
@@ -26,60 +27,6 @@ UNLIMITED = int(1e30)
 """`model_max_length` of a tokenizer that knows no limit; upstream's number."""
 
 SPECIAL = ("unk_token", "cls_token", "sep_token", "eos_token", "bos_token", "pad_token", "mask_token")
-
-
-class BatchEncoding(UserDict[str, Any]):
-    """What a tokenizer returns: a mapping whose entries are attributes too.
-
-    `input_ids` and the like are lists, or tensors [B, L] where asked for. The rows' tokens, words and
-    offsets stay known, padding included; rows are numbered in the order of the lists.
-    """
-
-    def __init__(self, data: Mapping[str, Any], encodings: Sequence[Encoding] = ()) -> None:
-        super().__init__(data)
-        self.encodings = list(encodings)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["data"][name]
-        except KeyError:
-            raise AttributeError(f"this encoding has no {name!r}") from None
-
-    def tokens(self, batch_index: int = 0) -> list[str]:
-        return self.encodings[batch_index].tokens
-
-    def word_ids(self, batch_index: int = 0) -> list[int | None]:
-        """For each token the word it is of, None for special tokens."""
-        return self.encodings[batch_index].word_ids
-
-    def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
-        """For each token 0 or 1, which text of a pair it is of, None for special tokens."""
-        # The first text of a pair has lost its number where the pair was cut.
-        row = self.encodings[batch_index]
-        ids = zip(row.sequence_ids, row.special_tokens_mask, strict=True)
-        return [None if special else (number or 0) for number, special in ids]
-
-    def char_to_token(
-        self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0
-    ) -> int | None:
-        """Which token holds a character; one number alone is a character of row 0."""
-        row, char = (0, batch_or_char_index) if char_index is None else (batch_or_char_index, char_index)
-        tokens = enumerate(zip(self.sequence_ids(row), self.encodings[row].offsets, strict=True))
-        found = (i for i, (text, (start, end)) in tokens if text == sequence_index and start <= char < end)
-        return next(found, None)
-
-    def token_to_chars(
-        self, batch_or_token_index: int, token_index: int | None = None
-    ) -> tuple[int, int] | None:
-        """First and past-the-last character of a token, None for special ones; as `char_to_token`."""
-        row, token = (0, batch_or_token_index) if token_index is None else (batch_or_token_index, token_index)
-        encoding = self.encodings[row]
-        return None if encoding.special_tokens_mask[token] else encoding.offsets[token]
-
-    def to(self, device: Any) -> BatchEncoding:
-        """The same with its tensors on another device; this one stays where it is."""
-        moved = {key: x.to(device) if hasattr(x, "to") else x for key, x in self.items()}
-        return BatchEncoding(moved, self.encodings)
 
 
 class Tokenizer:
@@ -229,6 +176,7 @@ class Tokenizer:
             "model_max_length": self.model_max_length,
             "padding_side": self.padding_side,
             "tokenizer_class": type(self).__name__,
+            "extra_special_tokens": [x for x in self.all_special_tokens if x not in self.special.values()],
             "added_tokens_decoder": {
                 str(number): {name: getattr(token, name) for name in names}
                 for number, token in self.backend.get_added_tokens_decoder().items()
@@ -491,12 +439,22 @@ class Tokenizer:
             data.setdefault("attention_mask", [[1] * n for n in lengths])
         limit = self.model_max_length if max_length is None else max_length
         length = self._padded_length(lengths, padding, limit, pad_to_multiple_of)
-        fill = {"input_ids": self.pad_token_id, "attention_mask": 0, "token_type_ids": 0}
-        fill |= {"special_tokens_mask": 1, "offset_mapping": (0, 0)}
-        for key in data.keys() & fill.keys():
-            rests = [[fill[key]] * ((length or 0) - len(row)) for row in data[key]]
-            pieces = zip(data[key], rests, strict=True)
-            data[key] = [row + rest if side == "right" else rest + row for row, rest in pieces]
+        fill = {
+            "input_ids": self.pad_token_id,
+            "attention_mask": 0,
+            "token_type_ids": 0,
+            "special_tokens_mask": 1,
+            "offset_mapping": (0, 0),
+        }
+
+        def padded(row: list[Any], value: Any) -> list[Any]:
+            rest = [value] * ((length or 0) - len(row))
+            return row + rest if side == "right" else rest + row
+
+        data = {
+            key: [padded(row, fill[key]) for row in rows] if key in fill else rows
+            for key, rows in data.items()
+        }
         if single and return_tensors is None:
             data = {key: rows[0] for key, rows in data.items()}
         return BatchEncoding(_as_tensors(data, return_tensors))
@@ -518,10 +476,12 @@ def _read_settings(path: Path) -> dict[str, Any]:
     values = read_json_object(path)
     try:
         special = {name: values[name] for name in SPECIAL if name in values}
-        settings = {name: x["content"] if isinstance(x, dict) else x for name, x in special.items()}
-        settings |= {key: values[key] for key in ("model_max_length", "padding_side") if key in values}
         added = (values.get("added_tokens_decoder") or {}).items()
-        return settings | {"added_tokens_decoder": {int(i): AddedToken(**fields) for i, fields in added}}
+        return {
+            **{name: x["content"] if isinstance(x, dict) else x for name, x in special.items()},
+            **{name: values[name] for name in ("model_max_length", "padding_side") if name in values},
+            "added_tokens_decoder": {int(i): AddedToken(**fields) for i, fields in added},
+        }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} describes its tokens in a way not known here: {error}") from error
 
@@ -586,12 +546,12 @@ def _as_tensors(data: dict[str, Any], kind: str | None) -> dict[str, Any]:
         raise ValueError(f"return_tensors is {kind!r}; it must be 'pt' or None")
     import torch
 
-    tensors = {}
-    for key, rows in data.items():
+    def tensor(key: str, rows: Any) -> torch.Tensor:
         try:
-            tensors[key] = torch.tensor(rows)
+            return torch.tensor(rows)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{key} makes no tensor: {error}; rows of different lengths need padding=True"
             ) from error
-    return tensors
+
+    return {key: tensor(key, rows) for key, rows in data.items()}

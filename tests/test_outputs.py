@@ -39,6 +39,16 @@ def test_what_is_not_there_is_an_error_as_upstreams(key: str | int) -> None:
             output[key]
 
 
+def test_they_are_made_of_dictionaries_and_take_items_as_upstreams() -> None:
+    for output in both():
+        again = type(output)(dict(output.items()))
+        assert list(again) == ["logits", "hidden_states"]
+        again["loss"] = torch.tensor(1.0)
+        again["input_ids"] = torch.tensor(2)
+        assert again.loss.item() == again["loss"].item() == 1
+        assert again["input_ids"].item() == again[-1].item() == 2
+
+
 def test_they_pass_through_pytree() -> None:
     output, _ = both()
     leaves, spec = pytree.tree_flatten(output)

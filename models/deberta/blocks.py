@@ -193,8 +193,11 @@ class Encoder(nn.Module):
 
     layer: LayerStack
 
-    def relative_embeddings(self, length: int) -> Tensor | None:
-        """The relative position table for sequences of `length`, [R, E]."""
+    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
+        """The relative position table for sequences of `length`, [R, E].
+
+        Looked up by calling the embedding, for tools that bring parameters when a module is called.
+        """
         raise NotImplementedError
 
     def slots(self, length: int, device: torch.device) -> Tensor | None:
@@ -242,7 +245,7 @@ class Encoder(nn.Module):
             output_attentions,
             self.layer.of_attention,
         )
-        return self.relative_embeddings(length), context
+        return self.relative_embeddings(length, hidden_states.device), context
 
     def enhanced_mask_decoder(self, hidden_states: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Enhanced mask decoder (paper, section 3.2), as the original implements it.

@@ -133,11 +133,12 @@ class DebertaEncoder(Encoder):
     def span(self, length: int) -> int:
         return min(length, self.max_span)
 
-    def relative_embeddings(self, length: int) -> Tensor | None:
+    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
         if self.rel_embeddings is None:
             return None
         span = self.span(length)
-        return self.rel_embeddings.weight[self.max_span - span : self.max_span + span]
+        rows = torch.arange(self.max_span - span, self.max_span + span, device=device)
+        return self.rel_embeddings(rows)  # type: ignore[no-any-return]
 
     def slots(self, length: int, device: torch.device) -> Tensor | None:
         if self.rel_embeddings is None:

@@ -93,7 +93,7 @@ class DisentangledSelfAttention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, L, E] to [B, H, L, D]."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class ConvLayer(nn.Module):
@@ -146,10 +146,10 @@ class DebertaV2Encoder(Encoder):
         )
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
 
-    def relative_embeddings(self, length: int) -> Tensor | None:
+    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
         if self.rel_embeddings is None:
             return None
-        table = self.rel_embeddings.weight
+        table: Tensor = self.rel_embeddings(torch.arange(2 * self.span, device=device))
         return table if self.LayerNorm is None else self.LayerNorm(table)
 
     def slots(self, length: int, device: torch.device) -> Tensor | None:

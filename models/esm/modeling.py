@@ -204,7 +204,7 @@ class EsmSelfAttention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, L, E] to [B, H, L, D]."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):

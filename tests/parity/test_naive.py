@@ -82,7 +82,7 @@ def test_deberta_attention_is_the_formula(terms: list[str], talking_head: bool) 
     encoder, attention = model.encoder, model.encoder.layer[0].attention.self
     hidden, width = states(), 6
     context = AttentionContext(masks.pair_mask(REAL), encoder.slots(LENGTH, hidden.device), False)
-    found, _ = attention(hidden, encoder.relative_embeddings(LENGTH), None, context)
+    found, _ = attention(hidden, encoder.relative_embeddings(LENGTH, hidden.device), None, context)
 
     heads = (hidden @ attention.in_proj.weight.t()).view(3, LENGTH, 2, 3, width).permute(3, 0, 2, 1, 4)
     query = heads[0] + attention.q_bias.view(2, 1, width)
@@ -149,7 +149,7 @@ def test_deberta_v2_attention_is_the_formula(
     encoder, attention = model.encoder, model.encoder.layer[0].attention.self
     hidden, width = states(), 6
     context = AttentionContext(masks.pair_mask(REAL), encoder.slots(LENGTH, hidden.device), False)
-    found, _ = attention(hidden, encoder.relative_embeddings(LENGTH), None, context)
+    found, _ = attention(hidden, encoder.relative_embeddings(LENGTH, hidden.device), None, context)
 
     def project(layer: nn.Linear, x: Tensor) -> Tensor:
         return (x @ layer.weight.t() + layer.bias).unflatten(-1, (2, width))
