@@ -32,7 +32,7 @@ class DisentangledSelfAttention(nn.Module):
     def __init__(self, config: DebertaV2Config) -> None:
         super().__init__()
         width = config.hidden_size
-        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.query_proj = nn.Linear(width, width)
         self.key_proj = nn.Linear(width, width)
         self.value_proj = nn.Linear(width, width)

@@ -180,7 +180,7 @@ class EsmSelfAttention(nn.Module):
 
     def __init__(self, config: EsmConfig) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
