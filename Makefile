@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow parity lint types nano clean
+.PHONY: demo test test-slow compat compat-test parity lint types nano clean
 
 demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,14 @@ test-slow: .venv/test  ## with the tests that take minutes or gigabytes
 
 nano: .venv/demo  ## train the embedded checkpoint anew
 	$(BIN)/python benchmarks/nano/train.py --results benchmarks/nano/results.json
+
+compat: .venv/compat compat-test  ## other people's tools: their tests, and the table in the README
+	$(BIN)/python -m pytest tests/compat/test_other_versions.py --slow
+	$(BIN)/python -m benchmarks.compat --markdown README.md --json benchmarks/results/compat.json
+
+compat-test: .venv/compat  ## the part of it that needs no environment of other versions
+	$(BIN)/python -m pytest -n auto tests/compat
+	$(BIN)/python -m benchmarks.compat --no-envs
 
 parity: .venv/test  ## the table of differences from upstream
 	cd tests && ../$(BIN)/python -m parity
@@ -40,6 +48,10 @@ clean:
 
 .venv/test: .venv/demo
 	$(INSTALL) --editable '.[test]'
+	touch $@
+
+.venv/compat: .venv/test
+	$(INSTALL) --editable '.[test,compat]'
 	touch $@
 
 .venv/lint: .venv/test

@@ -451,12 +451,6 @@ def tokenizer(family: str) -> Any:
     )
 
 
-def as_dictionaries(model: Any) -> Any:
-    """Make a model's outputs plain dictionaries, which pipelines put more into; upstream's already are."""
-    model.register_forward_hook(lambda module, inputs, output: dict(output.items()))
-    return model
-
-
 def _classify(model: Any, family: str, **options: Any) -> None:
     from transformers import pipeline
 
@@ -485,21 +479,9 @@ def pipeline_batches(package: str, family: str) -> None:
 
 
 @probe("pipeline", "transformers")
-def pipeline_batches_of_dictionaries(package: str, family: str) -> None:
-    """the same, a forward hook making the model's outputs plain dictionaries"""
-    _classify(as_dictionaries(build(package, family)), family, batch_size=2)
-
-
-@probe("pipeline", "transformers")
 def pipeline_fill_mask(package: str, family: str) -> None:
     """`pipeline("fill-mask", model=model, tokenizer=tokenizer)`"""
     _fill(build(package, family, "ForMaskedLM"), family)
-
-
-@probe("pipeline", "transformers")
-def pipeline_fill_mask_of_dictionaries(package: str, family: str) -> None:
-    """the same, a forward hook making the model's outputs plain dictionaries"""
-    _fill(as_dictionaries(build(package, family, "ForMaskedLM")), family)
 
 
 @probe("Accelerate")
@@ -517,28 +499,18 @@ def accelerated_training(package: str, family: str) -> None:
         accelerator.load_state(folder)
 
 
-def _offload(package: str, family: str, **options: Any) -> None:
-    from accelerate import cpu_offload, disk_offload
-
-    options["execution_device"] = torch.device("cpu")
-    expected = build(package, family)(**batch(family)).logits
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        in_memory = cpu_offload(build(package, family), **options)
-        torch.testing.assert_close(in_memory(**batch(family)).logits, expected)
-        on_disk = disk_offload(build(package, family), folder, **options)
-        torch.testing.assert_close(on_disk(**batch(family)).logits, expected)
-
-
 @probe("Accelerate")
 def offload(package: str, family: str) -> None:
     """`cpu_offload` and `disk_offload`: the same logits"""
-    _offload(package, family)
+    from accelerate import cpu_offload, disk_offload
 
-
-@probe("Accelerate", families=DEBERTAS)
-def offload_encoder(package: str, family: str) -> None:
-    """the same, with `preload_module_classes` naming the encoder"""
-    _offload(package, family, preload_module_classes=[f"{family}Encoder"])
+    device = torch.device("cpu")
+    expected = build(package, family)(**batch(family)).logits
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        in_memory = cpu_offload(build(package, family), execution_device=device)
+        torch.testing.assert_close(in_memory(**batch(family)).logits, expected)
+        on_disk = disk_offload(build(package, family), folder, execution_device=device)
+        torch.testing.assert_close(on_disk(**batch(family)).logits, expected)
 
 
 @probe("Sentence Transformers", "sentence-transformers")

@@ -41,6 +41,7 @@ _HOMES = {
         "EsmPreTrainedModel",
         "EsmTokenizer",
     ),
+    "outplace.parallel": ("tensor_parallel_plan",),
     "outplace.quantization": ("quantize",),
     "outplace.weights": ("CheckpointError", "LoadReport"),
 }
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .models.esm import EsmModel as EsmModel
     from .models.esm import EsmPreTrainedModel as EsmPreTrainedModel
     from .models.esm import EsmTokenizer as EsmTokenizer
+    from .parallel import tensor_parallel_plan as tensor_parallel_plan
     from .quantization import quantize as quantize
     from .weights import CheckpointError as CheckpointError
     from .weights import LoadReport as LoadReport

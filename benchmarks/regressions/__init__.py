@@ -1,0 +1,1 @@
+"""The reports this project began with, run again."""
