@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from ..weights.renames import Rename
 from .config import PretrainedConfig
 from .layers import Checkpointing, LayerStack
 from .outputs import ModelOutput
+
+if TYPE_CHECKING:
+    from .tokenization import Tokenizer
 
 M = TypeVar("M", bound="PretrainedModel")
 Output = TypeVar("Output", bound=ModelOutput)
@@ -74,6 +77,7 @@ class PretrainedModel(nn.Module):
         config: PretrainedConfig | None = None,
         attn_implementation: str | None = None,
         strict: bool = False,
+        allow_pickle: bool = False,
         **config_overrides: Any,
     ) -> M:
         """The model of a checkpoint, in eval mode.
@@ -90,11 +94,14 @@ class PretrainedModel(nn.Module):
             device: where the parameters go; the CPU unless given.
             config: used instead of the checkpoint's.
             strict: whether a missing or unexpected key is an error.
+            allow_pickle: whether a checkpoint that has only pickles may be read, restricted to tensors;
+                what they hold is written to the cache once, as safetensors. See `weights.hub.fetch_weights`
+                for the order in which weights are searched for.
             config_overrides: fields of the configuration, and keywords of the model's constructor.
 
         Raises:
             TypeError: an override that is neither.
-            FileNotFoundError: no such folder, repository or file.
+            FileNotFoundError: no such folder, repository or file, or only pickles, which are not allowed.
             CheckpointError: a damaged or foreign file, a tensor of the wrong shape, or, under `strict`,
                 a missing or unexpected key. No model is returned half filled.
         """
@@ -107,15 +114,16 @@ class PretrainedModel(nn.Module):
             "force_download": force_download,
         }
         return load_checkpoint(
-            cls,
+            lambda values, keys: cls,
             name_or_path,
-            hub=hub,
             dtype=dtype,
             device=device,
             config=config,
             attn_implementation=attn_implementation,
             strict=strict,
-            overrides=config_overrides,
+            allow_pickle=allow_pickle,
+            **hub,
+            **config_overrides,
         )
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -130,6 +138,53 @@ class PretrainedModel(nn.Module):
         from ..weights.saving import save_model
 
         save_model(self, Path(folder), max_shard_size)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        tokenizer: Tokenizer | None = None,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload model",
+        create_pr: bool = False,
+        max_shard_size: int | str = "5GB",
+    ) -> str:
+        """Save to a repository of the Hub, in one commit, with a model card where it has none.
+
+        Args:
+            repo_id: made where it does not exist.
+            tokenizer: saved with it.
+            token: of the Hub; that of `hf auth login` unless given.
+            private: whether a new repository is.
+            revision: a branch, made where it does not exist; main unless given.
+            create_pr: open a pull request instead.
+            max_shard_size: as `save_pretrained`.
+
+        Returns:
+            The address of the commit or of the pull request.
+
+        Raises:
+            FileNotFoundError: the Hub refuses or cannot be reached; the message says why.
+        """
+        from ..weights.publishing import model_card, push
+
+        def write(folder: Path) -> None:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+        return push(
+            repo_id,
+            write,
+            commit_message=commit_message,
+            card=model_card(self, repo_id),
+            token=token,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+        )
 
     @classmethod
     def config_overrides_for(cls, keys: set[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 C = TypeVar("C", bound="PretrainedConfig")
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+MAX_JSON_BYTES = 32 << 20
 AttnImplementation = Literal["auto", "eager", "sdpa"]
 
 
@@ -178,9 +179,14 @@ class PretrainedConfig:
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `ValueError` naming the file where it holds something else."""
+    size = Path(path).stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{path} has {size:,} bytes; a configuration or an index has {MAX_JSON_BYTES:,} at the most"
+        )
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a JSON {type(values).__name__}, not an object")

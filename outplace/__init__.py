@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "outplace.auditor": ("AuditReport", "audit"),
+    "outplace.automatic": ("load", "load_tokenizer"),
     "outplace.interop": ("from_transformers",),
     "outplace.models.deberta": (
         "DebertaConfig",
@@ -50,6 +51,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 if TYPE_CHECKING:
     from .auditor import AuditReport as AuditReport
     from .auditor import audit as audit
+    from .automatic import load as load
+    from .automatic import load_tokenizer as load_tokenizer
     from .interop import from_transformers as from_transformers
     from .models.deberta import DebertaConfig as DebertaConfig
     from .models.deberta import DebertaForMaskedLM as DebertaForMaskedLM

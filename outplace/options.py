@@ -36,6 +36,28 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_hub_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which files of a repository are meant; `hub_options` reads them."""
+    group = parser.add_argument_group(
+        "repositories of the Hub",
+        "a private one needs a login: `hf auth login`, or HF_TOKEN in the environment",
+    )
+    group.add_argument("--revision", metavar="NAME", help="a branch, a tag or a commit (default: main)")
+    group.add_argument("--subfolder", metavar="NAME", help="where in the repository or folder the files are")
+    group.add_argument("--cache-dir", metavar="FOLDER", help="instead of the Hub's cache in HF_HOME")
+    group.add_argument("--local-files-only", action="store_true", help="use the cache and ask nothing")
+
+
+def hub_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of `from_pretrained` from the options of `add_hub_options`."""
+    return {
+        "revision": args.revision,
+        "subfolder": args.subfolder,
+        "cache_dir": args.cache_dir,
+        "local_files_only": args.local_files_only,
+    }
+
+
 def load(model_class: type[M], args: argparse.Namespace, **overrides: Any) -> tuple[M, EsmTokenizer]:
     """The model and tokenizer that the options name; `overrides` go to `from_pretrained`.
 

@@ -57,3 +57,40 @@ def test_every_public_name_is_listed_and_there() -> None:
 
 def test_the_version_is_the_distributions() -> None:
     assert outplace.__version__ == importlib.metadata.version("outplace")
+
+
+def test_importing_it_changes_nothing_in_other_libraries(tmp_path: Path) -> None:
+    code = """
+import logging, os, random, signal, sys, warnings
+import huggingface_hub, safetensors.torch, tokenizers, torch, torch.distributed.tensor.parallel
+
+def state():
+    modules = [torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, torch.autograd]
+    modules += [huggingface_hub, huggingface_hub.constants, safetensors.torch, tokenizers]
+    loggers = {name: logging.getLogger(name) for name in ("", "huggingface_hub", "torch")}
+    return {
+        "attributes": [{k: id(v) for k, v in vars(m).items() if not k.startswith("__")} for m in modules],
+        "environment": dict(os.environ),
+        "loggers": {name: (x.level, list(x.handlers), x.propagate) for name, x in loggers.items()},
+        "warnings": list(warnings.filters),
+        "signals": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
+        "hooks": (sys.excepthook, sys.displayhook),
+        "random": (random.getstate(), torch.get_rng_state().tolist()),
+        "numbers": (
+            torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.matmul.allow_tf32,
+        ),
+        "bars": huggingface_hub.utils.are_progress_bars_disabled(),
+    }
+
+huggingface_hub.HfApi, huggingface_hub.hf_hub_download, torch.compile  # fetched on first use, by anybody
+before = state()
+import outplace
+for name in outplace.__all__:
+    getattr(outplace, name)
+after = state()
+new = {k for b, a in zip(before["attributes"], after["attributes"]) for k in b if a.get(k) != b[k]}
+print(sorted(new), sorted(k for k in before if k != "attributes" and before[k] != after[k]))
+"""
+    assert run(code, tmp_path) == "[] []"

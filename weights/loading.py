@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..models.config import read_json_object
 from .errors import CheckpointError
-from .hub import fetch_config, fetch_weights
+from .hub import HUB_OPTIONS, fetch_config, fetch_weights
 from .reader import Reader
 from .renames import find_target, is_dropped
 
@@ -59,24 +60,34 @@ class LoadReport:
 
 
 def load_checkpoint(
-    cls: type[M],
+    choose: Callable[[dict[str, Any], Collection[str]], type[M]],
     name_or_path: str | Path,
     *,
-    hub: dict[str, Any],
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    config: PretrainedConfig | None,
-    attn_implementation: str | None,
-    strict: bool,
-    overrides: dict[str, Any],
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    config: PretrainedConfig | None = None,
+    attn_implementation: str | None = None,
+    strict: bool = False,
+    allow_pickle: bool = False,
+    **rest: Any,
 ) -> M:
-    """See `PretrainedModel.from_pretrained`."""
-    options = {name: overrides.pop(name) for name in _constructor_options(cls) if name in overrides}
+    """See `PretrainedModel.from_pretrained`.
+
+    Args:
+        choose: gives the class for the values of a `config.json` and the names of a checkpoint's tensors.
+        rest: `HUB_OPTIONS`, fields of the configuration, keywords of the model's constructor.
+    """
+    hub = {name: rest.pop(name) for name in HUB_OPTIONS if name in rest}
     if config is None:
         values = read_json_object(fetch_config(name_or_path, **hub))
-    paths, weight_map = fetch_weights(name_or_path, **hub)
+    else:
+        values = config.to_dict()
+    paths, weight_map = fetch_weights(name_or_path, allow_pickle=allow_pickle, **hub)
     with Reader(paths, weight_map) as reader:
-        overrides = cls.config_overrides_for(set(reader)) | overrides
+        keys = set(reader)
+        cls = choose(values, keys)
+        options = {name: rest.pop(name) for name in _constructor_options(cls) if name in rest}
+        overrides = cls.config_overrides_for(keys) | rest
         config = (
             cls.config_class.from_dict(values, **overrides) if config is None else config.replace(**overrides)
         )
@@ -103,7 +114,7 @@ def fill(
 
     names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     report = LoadReport()
-    source = _match(model, reader, names, report)
+    source = match(model, reader, names, report)
     ties = model.ties()
     for alias, owner in ties.items():
         if alias in source and owner not in source:
@@ -132,12 +143,12 @@ def fill(
     model.load_report = report
 
 
-def _match(
-    model: PretrainedModel, reader: Reader, names: dict[str, Tensor], report: LoadReport
+def match(
+    model: PretrainedModel, keys: Iterable[str], names: Collection[str], report: LoadReport
 ) -> dict[str, str]:
     """For each name of the model that the checkpoint fills, the key there; the rest goes to the report."""
     source: dict[str, str] = {}
-    for key in reader:
+    for key in keys:
         name = find_target(key, names, f"{model.base_model_prefix}.", model.renames)
         if name is None:
             (report.ignored if is_dropped(key, model.renames) else report.unexpected).append(key)

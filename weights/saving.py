@@ -12,13 +12,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from .hub import INDEX, WEIGHTS, read_index
-from .writer import TensorFile, new_file
+from .writer import new_file, write_tensors
 
 if TYPE_CHECKING:
     from ..models.base import PretrainedModel
-
-METADATA = {"format": "pt"}
-"""What upstream looks for in a file's header."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -28,27 +25,28 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def save_model(model: PretrainedModel, folder: Path, max_shard_size: int | str) -> None:
-    """See `PretrainedModel.save_pretrained`.
+    """See `PretrainedModel.save_pretrained`."""
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file; give a folder to save the model in")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(storable_state(model), folder, max_shard_size)
+    saved_as = {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    model.config.replace(**saved_as).save_pretrained(folder)
+
+
+def write_weights(state: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
+    """Put tensors into a folder as the weights of a checkpoint, in place of those that are there.
 
     New weights are written under temporary names; only when all are complete do they take the place
     of the old ones, and files of the old checkpoint that the new one has no more are deleted.
     """
-    if folder.is_file():
-        raise FileExistsError(f"{folder} is a file; give a folder to save the model in")
-    folder.mkdir(parents=True, exist_ok=True)
-    state = storable_state(model)
     split = split_torch_state_dict_into_shards(
         state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
     stale = _weight_files(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         for name, keys in split.filename_to_tensors.items():
-            with (Path(staging) / name).open("wb") as file:
-                writer = TensorFile(
-                    file, {k: (state[k].dtype, tuple(state[k].shape)) for k in keys}, METADATA
-                )
-                for key in keys:
-                    writer.write(key, state[key])
+            write_tensors(Path(staging) / name, {key: state[key] for key in keys})
         for name in split.filename_to_tensors:
             os.replace(Path(staging) / name, folder / name)
     if split.is_sharded:
@@ -57,8 +55,6 @@ def save_model(model: PretrainedModel, folder: Path, max_shard_size: int | str) 
     current = set(split.filename_to_tensors) | ({INDEX} if split.is_sharded else set())
     for name in stale - current:
         (folder / name).unlink(missing_ok=True)
-    saved_as = {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    model.config.replace(**saved_as).save_pretrained(folder)
 
 
 def storable_state(model: PretrainedModel) -> dict[str, Tensor]:

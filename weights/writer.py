@@ -23,7 +23,15 @@ DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+METADATA = {"format": "pt"}
+"""What upstream looks for in a file's header."""
 MAX_HEADER_BYTES = 100_000_000
 """Longer ones are refused by the readers of the format."""
 
@@ -99,3 +107,11 @@ class TensorFile:
         self.file.seek(self.start + self.places[name])
         if tensor.numel():
             self.file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file of torch tensors, whole or not at all."""
+    with new_file(path) as file:
+        writer = TensorFile(file, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, METADATA)
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
