@@ -382,10 +382,9 @@ class Tokenizer:
                     f"rows cut to {limit} tokens cannot be padded to a multiple of {pad_to_multiple_of}; "
                     "make max_length a multiple too"
                 )
+            fill = {"direction": self.padding_side, "pad_id": self.pad_token_id, "pad_token": self.pad_token}
             for row in rows:
-                row.pad(
-                    length, direction=self.padding_side, pad_id=self.pad_token_id, pad_token=self.pad_token
-                )
+                row.pad(length, **fill)
 
         names = self.model_input_names
         data: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
@@ -453,8 +452,8 @@ class Tokenizer:
         both = [text if pair is None else (text, pair) for text, pair in zip(texts, pairs, strict=True)]
         if cut == "do_not_truncate" or limit >= UNLIMITED:
             return self._encode_batch(both, words, add_special_tokens)
-        # What is short in characters will hardly be cut; the rest is encoded in parts that can be.
-        short = [i for i, row in enumerate(zip(texts, pairs, strict=True)) if _size(row) <= limit]
+        # What has fewer bytes than two a token will hardly be cut; the rest is encoded in parts that can be.
+        short = [i for i, row in enumerate(zip(texts, pairs, strict=True)) if _size(row) <= 2 * limit]
         whole = self._encode_batch([both[i] for i in short], words, add_special_tokens)
         rows = {i: row for i, row in zip(short, whole, strict=True) if len(row) <= limit}
         long = [i for i in range(len(texts)) if i not in rows]
@@ -647,7 +646,6 @@ def _check_text(text: Any, is_split_into_words: bool) -> None:
 
 
 def _size(row: tuple[Any, Any]) -> int:
-    """Characters of a text or a pair."""
-    return sum(
-        len(text) if isinstance(text, str) else sum(map(len, text)) for text in row if text is not None
-    )
+    """Bytes of a text or a pair."""
+    texts = [[text] if isinstance(text, str) else text for text in row if text is not None]
+    return sum(len(word) if word.isascii() else len(word.encode()) for text in texts for word in text)
