@@ -559,7 +559,7 @@ MUTATIONS = [
     ),
     (
         "attention.disentangled",
-        "eager_attention",
+        "position_scores",
         "position = p2c if position is None else position + p2c",
         "score = position",
         "score += p2c",

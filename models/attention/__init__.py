@@ -6,6 +6,8 @@ B batch, L tokens, H heads, D head width, E hidden width, R position slots.
 from __future__ import annotations
 
 import torch
+from torch._guards import active_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def transform_is_active() -> bool:
@@ -18,4 +20,16 @@ def transform_is_active() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def runs_plainly(device: torch.device) -> bool:
+    """Whether operators run now, on numbers: nothing traces, compiles, exports or transforms them."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return False
+    return not (
+        transform_is_active()
+        or device.type == "meta"
+        or active_fake_mode() is not None
+        or get_proxy_mode() is not None
     )

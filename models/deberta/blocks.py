@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import masks
+from ..attention import disentangled, masks, runs_plainly
+from ..attention.blockwise import blockwise_attention
+from ..attention.plan import AttentionPlan, Path, choose
+from ..attention.slots import SlotTable
 from ..base import PretrainedModel, resolve_input
 from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
 from ..outputs import BaseModelOutput
@@ -87,16 +90,55 @@ class AttentionContext:
     """What every layer of one forward pass reads: nothing here needs a gradient.
 
     Args:
-        mask: boolean [B, 1, L, L], or None where all attends to all.
-        slot: row of the relative position table for each query and key, [L, L].
+        path: which attention is taken.
+        mask: boolean [B, L] or [B, L, L], or None where all attends to all.
+        slots: row of the relative position table for each distance.
         output_attentions: whether attention weights are returned.
         checkpointing: how attention is recomputed by itself, if it is.
     """
 
+    path: Path
     mask: Tensor | None
-    slot: Tensor | None
-    output_attentions: bool
+    slots: SlotTable | None
+    output_attentions: bool = False
     checkpointing: Checkpointing | None = None
+
+    def __post_init__(self) -> None:
+        self.pair_mask = self.pair_slots = None
+        if self.path != "blockwise":
+            self.pair_mask = masks.pair_mask(self.mask)  # [B, 1, L, L]
+            self.pair_slots = None if self.slots is None else self.slots.pairs()  # [L, L]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pos_key: Tensor | None,
+    pos_query: Tensor | None,
+    context: AttentionContext,
+    scale: float,
+    dropout: float,
+    mix_scores: nn.Module | None = None,
+    mix_weights: nn.Module | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Disentangled attention on the path of the context; arguments as `disentangled.eager_attention`.
+
+    Returns:
+        [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
+    """
+    tensors = query, key, value, pos_key, pos_query
+    if context.path == "blockwise":
+        slots = context.slots or SlotTable.of_one(query.shape[2], query.device)
+        attended = blockwise_attention(*tensors, slots, context.mask, scale, dropout)
+        return attended.flatten(2), None
+    pairs = context.pair_slots, context.pair_mask
+    if context.path == "sdpa":
+        return disentangled.sdpa_attention(*tensors, *pairs, scale, dropout).transpose(1, 2).flatten(2), None
+    attended, weights = disentangled.eager_attention(
+        *tensors, *pairs, scale, dropout, mix_scores, mix_weights
+    )
+    return attended.transpose(1, 2).flatten(2), weights if context.output_attentions else None
 
 
 class SelfOutput(nn.Module):
@@ -193,34 +235,52 @@ class Encoder(nn.Module):
 
     layer: LayerStack
 
-    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
-        """The relative position table for sequences of `length`, [R, E].
+    rel_embeddings: nn.Embedding | None
+
+    def slots(self, length: int, device: torch.device) -> SlotTable | None:
+        """Row of the relative position table for each distance; None without relative attention."""
+        if self.rel_embeddings is None:
+            return None
+        slots = self.slots_of(torch.arange(1 - length, length, device=device))
+        return SlotTable.of(slots, self.rel_embeddings.num_embeddings, narrow=runs_plainly(device))
+
+    def slots_of(self, distance: Tensor) -> Tensor:
+        """Row of the relative position table for each distance, ascending with it, of the same shape."""
+        raise NotImplementedError
+
+    def relative_embeddings(self, slots: SlotTable | None) -> Tensor | None:
+        """The rows of the relative position table that are in use, [R, E].
 
         Looked up by calling the embedding, for tools that bring parameters when a module is called.
         """
-        raise NotImplementedError
-
-    def slots(self, length: int, device: torch.device) -> Tensor | None:
-        """Row of that table for each query and key, [L, L]."""
-        raise NotImplementedError
+        if slots is None or self.rel_embeddings is None:
+            return None
+        rows = torch.arange(slots.first, slots.first + slots.rows, device=slots.by_distance.device)
+        return self.rel_embeddings(rows)  # type: ignore[no-any-return]
 
     def after_first_layer(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:
         """What else becomes of the first layer's output, [B, L, E]."""
         return outputs
 
     def forward(
-        self, hidden_states: Tensor, mask: Tensor | None, output_attentions: bool
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        plan: AttentionPlan,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """
         Args:
             hidden_states: [B, L, E].
             mask: boolean [B, L] or [B, L, L], or None.
+            plan: which attention is taken.
 
         Returns:
-            The input and the output of each layer, [B, L, E] each, and the attention weights of each
-            layer, [B, H, L, L], where asked for.
+            The output of the last layer, or, where all are asked for, the input and the output of each
+            layer, [B, L, E] each; and the attention weights of each layer, [B, H, L, L], where asked for.
         """
-        rel_embeddings, context = self.shared(hidden_states, mask, output_attentions)
+        rel_embeddings, context = self.shared(hidden_states, mask, plan, output_attentions)
         states: tuple[Tensor, ...] = (hidden_states,)
         attentions: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layer):
@@ -229,25 +289,22 @@ class Encoder(nn.Module):
             )
             if index == 0:
                 hidden_states = self.after_first_layer(states[0], hidden_states, masks.token_mask(mask))
-            states = (*states, hidden_states)
+            states = (*states, hidden_states) if output_hidden_states else (hidden_states,)
             if weights is not None:
                 attentions = (*attentions, weights)
         return states, attentions
 
     def shared(
-        self, hidden_states: Tensor, mask: Tensor | None, output_attentions: bool
+        self, hidden_states: Tensor, mask: Tensor | None, plan: AttentionPlan, output_attentions: bool
     ) -> tuple[Tensor | None, AttentionContext]:
         """The work that is the same for every layer, done once."""
-        length = hidden_states.shape[1]
-        context = AttentionContext(
-            masks.pair_mask(mask),
-            self.slots(length, hidden_states.device),
-            output_attentions,
-            self.layer.of_attention,
-        )
-        return self.relative_embeddings(length, hidden_states.device), context
+        slots = self.slots(hidden_states.shape[1], hidden_states.device)
+        context = AttentionContext(plan.path, mask, slots, output_attentions, self.layer.of_attention)
+        return self.relative_embeddings(slots), context
 
-    def enhanced_mask_decoder(self, hidden_states: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def enhanced_mask_decoder(
+        self, hidden_states: Tensor, positions: Tensor, mask: Tensor | None, plan: AttentionPlan
+    ) -> Tensor:
         """Enhanced mask decoder (paper, section 3.2), as the original implements it.
 
         The last layer runs twice more over the states below it; its queries start as those states
@@ -257,7 +314,7 @@ class Encoder(nn.Module):
             hidden_states: states before the last layer, [B, L, E].
             positions: absolute position embeddings, [1 or B, L, E].
         """
-        rel_embeddings, context = self.shared(hidden_states, mask, output_attentions=False)
+        rel_embeddings, context = self.shared(hidden_states, mask, plan, output_attentions=False)
         query_states = hidden_states + positions
         for _ in range(2):
             query_states, _ = run(
@@ -305,16 +362,18 @@ class Backbone(PretrainedModel):
         Raises:
             ValueError: inputs of wrong shape, both or none of them, or more tokens than absolute positions.
         """
-        batch, length, _ = resolve_input(input_ids, inputs_embeds)
+        batch, length, device = resolve_input(input_ids, inputs_embeds)
         mask = masks.as_bool(attention_mask, batch, length)
         output_attentions = self.option("output_attentions", output_attentions)
+        output_hidden_states = self.option("output_hidden_states", output_hidden_states)
+        plan = choose(self.config, batch, length, device, output_attentions)
         embeddings = self.embeddings(
             input_ids, token_type_ids, position_ids, inputs_embeds, masks.token_mask(mask)
         )
-        states, attentions = self.encoder(embeddings, mask, output_attentions)
+        states, attentions = self.encoder(embeddings, mask, plan, output_attentions, output_hidden_states)
         output = BaseModelOutput(
             last_hidden_state=states[-1],
-            hidden_states=states if self.option("output_hidden_states", output_hidden_states) else None,
+            hidden_states=states if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
         return self.returned(output, return_dict)
@@ -325,6 +384,7 @@ class Backbone(PretrainedModel):
         """The decoder's states [B, L, E], from those before the last layer; see `Encoder`."""
         batch, length, _ = hidden_states.shape
         positions = self.embeddings.positions(length, position_ids, hidden_states.device)
+        plan = choose(self.config, batch, length, hidden_states.device, output_attentions=False)
         return self.encoder.enhanced_mask_decoder(
-            hidden_states, positions, masks.as_bool(attention_mask, batch, length)
+            hidden_states, positions, masks.as_bool(attention_mask, batch, length), plan
         )

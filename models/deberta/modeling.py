@@ -15,7 +15,7 @@ from ..attention import disentangled
 from ..base import PretrainedModel
 from ..layers import LayerStack, at_least_float32
 from . import heads
-from .blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer
+from .blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer, attend
 from .config import DebertaConfig
 
 
@@ -88,21 +88,18 @@ class DisentangledSelfAttention(nn.Module):
                 pos_key = self.heads(self.pos_proj(rel_embeddings))[0]  # [H, R, D]
             if self.pos_q_proj is not None:
                 pos_query = self.heads(self.pos_q_proj(rel_embeddings))[0] / self.scale
-        attended, weights = disentangled.eager_attention(
+        return attend(
             query / self.scale,
             key,
             value,
             pos_key,
             pos_query,
-            context.slot,
-            context.mask,
+            context,
             scale=1,
             dropout=self.dropout.p if self.training else 0.0,
             mix_scores=self.head_logits_proj,
             mix_weights=self.head_weights_proj,
         )
-        attended = attended.transpose(1, 2).flatten(2)  # [B, L, E]
-        return attended, weights if context.output_attentions else None
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value without their biases, [B, H, L, D] each."""
@@ -125,25 +122,13 @@ class DebertaEncoder(Encoder):
     def __init__(self, config: DebertaConfig) -> None:
         super().__init__()
         self.layer = LayerStack(DebertaLayer(config) for _ in range(config.num_hidden_layers))
-        self.max_span = config.relative_span
+        self.span = config.relative_span
         self.rel_embeddings = (
-            nn.Embedding(2 * self.max_span, config.hidden_size) if config.relative_attention else None
+            nn.Embedding(2 * self.span, config.hidden_size) if config.relative_attention else None
         )
 
-    def span(self, length: int) -> int:
-        return min(length, self.max_span)
-
-    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        span = self.span(length)
-        rows = torch.arange(self.max_span - span, self.max_span + span, device=device)
-        return self.rel_embeddings(rows)  # type: ignore[no-any-return]
-
-    def slots(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        return disentangled.slots(disentangled.distances(length, device), self.span(length))
+    def slots_of(self, distance: Tensor) -> Tensor:
+        return disentangled.slots(distance, self.span)
 
 
 class DebertaPreTrainedModel(PretrainedModel):

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA_V2
 from ..attention import disentangled
+from ..attention.slots import SlotTable
 from ..base import PretrainedModel
 from ..deberta import heads
-from ..deberta.blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer
+from ..deberta.blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer, attend
 from ..layers import ACTIVATIONS, LayerStack
 from .config import DebertaV2Config
 
@@ -63,19 +64,8 @@ class DisentangledSelfAttention(nn.Module):
         if query.dtype in (torch.float16, torch.bfloat16):
             query, scale = query / scale, 1.0
             pos_query = None if pos_query is None else pos_query / self.scale
-        attended, weights = disentangled.eager_attention(
-            query,
-            key,
-            value,
-            pos_key,
-            pos_query,
-            context.slot,
-            context.mask,
-            scale,
-            dropout=self.dropout.p if self.training else 0.0,
-        )
-        attended = attended.transpose(1, 2).flatten(2)  # [B, L, E]
-        return attended, weights if context.output_attentions else None
+        dropout = self.dropout.p if self.training else 0.0
+        return attend(query, key, value, pos_key, pos_query, context, scale, dropout)
 
     def project_positions(self, rel_embeddings: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The relative position table as keys (for c2p) and as queries (for p2c), [H, R, D] each."""
@@ -146,16 +136,11 @@ class DebertaV2Encoder(Encoder):
         )
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
 
-    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        table: Tensor = self.rel_embeddings(torch.arange(2 * self.span, device=device))
-        return table if self.LayerNorm is None else self.LayerNorm(table)
+    def relative_embeddings(self, slots: SlotTable | None) -> Tensor | None:
+        table = super().relative_embeddings(slots)
+        return table if table is None or self.LayerNorm is None else self.LayerNorm(table)
 
-    def slots(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        distance = disentangled.distances(length, device)
+    def slots_of(self, distance: Tensor) -> Tensor:
         if self.position_buckets > 0:
             distance = disentangled.log_bucket(
                 distance, self.position_buckets, self.max_distance, self.clamp_relative_positions
