@@ -33,6 +33,7 @@ _HOMES = {
         "DebertaV2Model",
         "DebertaV2PreTrainedModel",
     ),
+    "outplace.models.attention.plan": ("AttentionPlan",),
     "outplace.models.esm": (
         "EsmConfig",
         "EsmForMaskedLM",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .automatic import load as load
     from .automatic import load_tokenizer as load_tokenizer
     from .interop import from_transformers as from_transformers
+    from .models.attention.plan import AttentionPlan as AttentionPlan
     from .models.deberta import DebertaConfig as DebertaConfig
     from .models.deberta import DebertaForMaskedLM as DebertaForMaskedLM
     from .models.deberta import DebertaForQuestionAnswering as DebertaForQuestionAnswering

@@ -473,8 +473,15 @@ RUNS = {
     "train, attention checkpointed": (True, {"attention_only": True}),
 }
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "Deberta": [{}],
-    "DebertaV2": [{}, {"share_att_key": True, "position_buckets": -1}],
+    "Deberta": [
+        {},
+        *({"talking_head": False, "attn_implementation": path} for path in ("sdpa", "blockwise")),
+    ],
+    "DebertaV2": [
+        {},
+        {"share_att_key": True, "position_buckets": -1, "attn_implementation": "blockwise"},
+        {"attn_implementation": "sdpa"},
+    ],
     "Esm": [
         {"position_embedding_type": position, "attn_implementation": attention}
         for position, attention in itertools.product(("rotary", "absolute"), ("eager", "sdpa"))

@@ -22,6 +22,8 @@ from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
 from ..outputs import BaseModelOutput
 from .config import DisentangledConfig
 
+ROWS = 256
+"""Tokens that go through the feed-forward network together in inference: its inner width is four times theirs."""
 Norm = Callable[[int, float], nn.Module]
 """Builds a LayerNorm from a width and an epsilon."""
 
@@ -227,7 +229,29 @@ class Layer(nn.Module):
             [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
         """
         attended, weights = self.attention(hidden_states, rel_embeddings, query_states, context)
-        return self.output(self.intermediate(attended), attended), weights
+        return self.feed_forward(attended), weights
+
+    def feed_forward(self, attended: Tensor) -> Tensor:
+        """The feed-forward network, [B, L, E]; some rows at a time where nothing is kept for backward.
+
+        Not so where a module of it has hooks, which are to see the whole.
+        """
+        batch, length, _ = attended.shape
+        if (
+            batch * length <= ROWS
+            or torch.is_grad_enabled()
+            or self.training
+            or not runs_plainly(attended.device)
+            or _has_hooks(self.intermediate, self.output)
+        ):
+            return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
+        rows = [self.output(self.intermediate(part), part) for part in attended.flatten(0, 1).split(ROWS)]
+        return torch.cat(rows).unflatten(0, (batch, length))
+
+
+def _has_hooks(*parts: nn.Module) -> bool:
+    modules = (module for part in parts for module in part.modules())
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 class Encoder(nn.Module):
