@@ -232,7 +232,7 @@ def _gradients(
     of_rows = []
     d_key, d_value = torch.zeros_like(keys.key), torch.zeros_like(keys.value)
     d_pos_key = None if keys.pos_key is None else torch.zeros_like(keys.pos_key)
-    by_slot = None if keys.by_slot is None else BySlot.zeros_like(keys.by_slot)
+    by_slot = None if keys.by_slot is None else BySlot(torch.zeros_like(keys.by_slot))
     for start in range(0, length, QUERIES):
         query = call.query[batch, heads, start : start + QUERIES] / call.scale
         d_context = grad[start : start + QUERIES].transpose(0, 1)  # [h, m, D]
@@ -269,7 +269,9 @@ def _gradients(
 
 
 def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return more if total is None or more is None else total + more
+    if total is None or more is None:
+        return total if more is None else more
+    return total + more
 
 
 @dataclass(frozen=True)
@@ -278,17 +280,13 @@ class BySlot:
 
     Args:
         band: of the blocks' parts whose distances differ, [h, R, L].
-        low, high: of the parts where all have the first, or the last slot, [h, 1, L].
+        low, high: of the parts where all have the first, or the last slot, [h, 1, L]; None where there
+            have been none.
     """
 
     band: Tensor
-    low: Tensor
-    high: Tensor
-
-    @classmethod
-    def zeros_like(cls, by_slot: Tensor) -> BySlot:
-        edge = torch.zeros_like(by_slot[:, :1])
-        return cls(torch.zeros_like(by_slot), edge, edge)
+    low: Tensor | None = None
+    high: Tensor | None = None
 
     def plus(self, keys: Keys, d_scores: Tensor, start: int) -> BySlot:
         """With a block [h, m, L] added whose queries begin at `start`."""
@@ -297,13 +295,13 @@ class BySlot:
         middle = torch.scatter_add(self.band[..., a:b], -2, index, d_scores[..., a:b])
         if b - a < length:
             middle = torch.cat((self.band[..., :a], middle, self.band[..., b:]), -1)
-        return BySlot(
-            middle,
-            self.low + F.pad(d_scores[..., :a].sum(-2, keepdim=True), (0, length - a)),
-            self.high + F.pad(d_scores[..., b:].sum(-2, keepdim=True), (b, 0)),
-        )
+        low = F.pad(d_scores[..., :a].sum(-2, keepdim=True), (0, length - a)) if a > 0 else None
+        high = F.pad(d_scores[..., b:].sum(-2, keepdim=True), (b, 0)) if b < length else None
+        return BySlot(middle, _plus(self.low, low), _plus(self.high, high))
 
     def total(self) -> Tensor:
         """[h, R, L]."""
-        others = self.band.shape[1] - 1
-        return self.band + F.pad(self.low, (0, 0, 0, others)) + F.pad(self.high, (0, 0, others, 0))
+        total, others = self.band, self.band.shape[1] - 1
+        for edge, rows in ((self.low, (0, others)), (self.high, (others, 0))):
+            total = total if edge is None else total + F.pad(edge, (0, 0, *rows))
+        return total
