@@ -558,9 +558,9 @@ MUTATIONS = [
     ),
     (
         "deberta.modeling",
-        "DisentangledSelfAttention.forward",
-        "pos_query = self.heads(self.pos_q_proj(rel_embeddings))[0] / self.scale",
-        "pos_query = self.heads(self.pos_q_proj(rel_embeddings))[0]",
+        "DisentangledSelfAttention.project_positions",
+        "pos_query = self.heads(self.pos_q_proj(table))[0] / self.scale",
+        "pos_query = self.heads(self.pos_q_proj(table))[0]",
         "pos_query /= self.scale",
         ("DebertaModel",),
     ),

@@ -67,7 +67,7 @@ def test_long_sequences_compile_and_export_where_blocks_would_serve(family: str,
     torch._dynamo.reset()
     fields = {"max_position_embeddings": 256} | ({"talking_head": False} if family == "Deberta" else {})
     model = tiny.model(f"{family}Model", **fields, attn_implementation=path)
-    inputs = {key: x for key, x in tiny.inputs(f"{family}Model", 2, 130).items()}
+    inputs = tiny.inputs(f"{family}Model", 2, 130)
     expected = model(**inputs)[0]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(**inputs)[0], expected, atol=1e-5)

@@ -53,6 +53,10 @@ class SlotTable:
         distances = 2 * length - 1
         return cls(torch.zeros(distances, dtype=torch.long, device=device), 0, 1, distances, distances)
 
+    def whole(self, table_rows: int) -> SlotTable:
+        """The same, of all rows of the position table."""
+        return SlotTable(self.by_distance + self.first, 0, table_rows, 0, self.by_distance.shape[0])
+
     @property
     def length(self) -> int:
         """L."""

@@ -23,7 +23,9 @@ from ..outputs import BaseModelOutput
 from .config import DisentangledConfig
 
 ROWS = 256
-"""Tokens that go through the feed-forward network together in inference: its inner width is four times theirs."""
+"""Tokens that go through the feed-forward network together in inference."""
+KEPT_BYTES = 64 << 20
+"""Projected position tables are kept between passes of inference, unless told, where they take no more."""
 Norm = Callable[[int, float], nn.Module]
 """Builds a LayerNorm from a width and an epsilon."""
 
@@ -97,6 +99,8 @@ class AttentionContext:
         slots: row of the relative position table for each distance.
         output_attentions: whether attention weights are returned.
         checkpointing: how attention is recomputed by itself, if it is.
+        keep_positions: whether each layer keeps its projected position tables for the next pass; the
+            relative position table then comes whole, not only the rows in use.
     """
 
     path: Path
@@ -104,6 +108,7 @@ class AttentionContext:
     slots: SlotTable | None
     output_attentions: bool = False
     checkpointing: Checkpointing | None = None
+    keep_positions: bool = False
 
     def __post_init__(self) -> None:
         self.pair_mask = self.pair_slots = None
@@ -141,6 +146,64 @@ def attend(
         *tensors, *pairs, scale, dropout, mix_scores, mix_weights
     )
     return attended.transpose(1, 2).flatten(2), weights if context.output_attentions else None
+
+
+Tables = tuple[Tensor | None, Tensor | None]
+"""Projected position tables as keys (c2p) and as queries (p2c): [H, R, D], None where a term is off."""
+
+
+@dataclass(frozen=True)
+class KeptPositions:
+    """The projected position tables of a layer, and what shows that they still hold.
+
+    Args:
+        source: the relative position table that was projected.
+        probe: the projections of its first row alone.
+        tables: the projections.
+    """
+
+    source: Tensor
+    probe: Tables
+    tables: Tables
+
+    def hold(self, source: Tensor, probe: Tables) -> bool:
+        """Whether they are of this table, and the projections still do to its first row what they did.
+
+        Versions of the weights do not tell: `weight.data` is written to without one, and an adapter is
+        switched off without touching any.
+        """
+        return source is self.source and all(map(_equal, self.probe, probe))
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.tables if x is not None)
+
+
+class SelfAttention(nn.Module):
+    """What the disentangled self-attention of both generations does with the relative position table."""
+
+    kept: KeptPositions | None = None
+
+    def project_positions(self, rel_embeddings: Tensor) -> Tables:
+        """The relative position table [R, E] projected."""
+        raise NotImplementedError
+
+    def positions(self, rel_embeddings: Tensor | None, context: AttentionContext) -> Tables:
+        """The projected rows in use, computed or kept."""
+        if rel_embeddings is None or context.slots is None:
+            return None, None
+        if not context.keep_positions:
+            self.kept = None
+            return self.project_positions(rel_embeddings)
+        probe = self.project_positions(rel_embeddings[:1])
+        if self.kept is None or not self.kept.hold(rel_embeddings, probe):
+            self.kept = KeptPositions(rel_embeddings, probe, self.project_positions(rel_embeddings))
+        first, rows = context.slots.first, context.slots.rows
+        pos_key, pos_query = self.kept.tables
+        return (
+            None if pos_key is None else pos_key[:, first : first + rows],
+            None if pos_query is None else pos_query[:, first : first + rows],
+        )
 
 
 class SelfOutput(nn.Module):
@@ -238,15 +301,21 @@ class Layer(nn.Module):
         """
         batch, length, _ = attended.shape
         if (
-            batch * length <= ROWS
+            not runs_plainly(attended.device)
+            or batch * length <= ROWS
             or torch.is_grad_enabled()
             or self.training
-            or not runs_plainly(attended.device)
             or _has_hooks(self.intermediate, self.output)
         ):
             return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
         rows = [self.output(self.intermediate(part), part) for part in attended.flatten(0, 1).split(ROWS)]
-        return torch.cat(rows).unflatten(0, (batch, length))
+        return torch.cat(rows).view(batch, length, -1)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
 
 
 def _has_hooks(*parts: nn.Module) -> bool:
@@ -260,6 +329,17 @@ class Encoder(nn.Module):
     layer: LayerStack
 
     rel_embeddings: nn.Embedding | None
+    span: int
+    """Half the rows of the relative position table."""
+    keep_positions: bool
+    """Whether projected position tables are kept between passes of inference."""
+    kept_table: Tensor | None = None
+    """The relative position table that they are of."""
+
+    def may_keep_positions(self, config: DisentangledConfig) -> bool:
+        """Whether the projected tables of all layers, in float32, are within `KEPT_BYTES`."""
+        rows = 2 * self.span * config.num_hidden_layers * len(config.position_terms)
+        return rows * config.hidden_size * 4 <= KEPT_BYTES
 
     def slots(self, length: int, device: torch.device) -> SlotTable | None:
         """Row of the relative position table for each distance; None without relative attention."""
@@ -323,8 +403,18 @@ class Encoder(nn.Module):
     ) -> tuple[Tensor | None, AttentionContext]:
         """The work that is the same for every layer, done once."""
         slots = self.slots(hidden_states.shape[1], hidden_states.device)
-        context = AttentionContext(plan.path, mask, slots, output_attentions, self.layer.of_attention)
-        return self.relative_embeddings(slots), context
+        keep = self.keep_positions and not (self.training or torch.is_grad_enabled())
+        keep = keep and slots is not None and runs_plainly(hidden_states.device)
+        context = AttentionContext(plan.path, mask, slots, output_attentions, self.layer.of_attention, keep)
+        if not keep:
+            self.kept_table = None
+            return self.relative_embeddings(slots), context
+        assert slots is not None
+        table = self.relative_embeddings(slots.whole(2 * self.span))
+        assert table is not None
+        if self.kept_table is None or not _equal(self.kept_table, table):
+            self.kept_table = table
+        return self.kept_table, context
 
     def enhanced_mask_decoder(
         self, hidden_states: Tensor, positions: Tensor, mask: Tensor | None, plan: AttentionPlan
@@ -352,7 +442,29 @@ class Encoder(nn.Module):
         return query_states
 
 
-class Backbone(PretrainedModel):
+class DisentangledModel(PretrainedModel):
+    """Base of all DeBERTa models, with or without a head."""
+
+    def keep_positions(self, keep: bool = True) -> None:
+        """Whether inference keeps each layer's projected position tables from one pass to the next.
+
+        They depend on the weights alone, and change with them however they are written to. It saves their
+        projection and costs `kept_position_bytes`; unless told, they are kept where that is 64 MiB or less.
+        """
+        for module in self.modules():
+            if isinstance(module, Encoder):
+                module.keep_positions = keep
+            if not keep and isinstance(module, SelfAttention):
+                module.kept = None
+
+    @property
+    def kept_position_bytes(self) -> int:
+        """What the projected position tables that are kept now take."""
+        attentions = (module for module in self.modules() if isinstance(module, SelfAttention))
+        return sum(attention.kept.bytes for attention in attentions if attention.kept is not None)
+
+
+class Backbone(DisentangledModel):
     """Embeddings and encoder: the model without a head, whose parts a generation fills in."""
 
     config: DisentangledConfig

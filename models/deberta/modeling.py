@@ -15,7 +15,7 @@ from ..attention import disentangled
 from ..base import PretrainedModel
 from ..layers import LayerStack, at_least_float32
 from . import heads
-from .blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer, attend
+from .blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer, SelfAttention, Tables, attend
 from .config import DebertaConfig
 
 
@@ -39,7 +39,7 @@ class DebertaLayerNorm(nn.Module):
         return self.weight * normalized.to(hidden_states.dtype) + self.bias
 
 
-class DisentangledSelfAttention(nn.Module):
+class DisentangledSelfAttention(SelfAttention):
     """Disentangled self-attention (paper, section 3.1) over one projection of query, key and value.
 
     `in_proj` holds, for each head in turn, its query, key and value rows.
@@ -81,13 +81,7 @@ class DisentangledSelfAttention(nn.Module):
         query = query + self.heads(self.q_bias[None, None])
         value = value + self.heads(self.v_bias[None, None])
 
-        pos_key = pos_query = None
-        if rel_embeddings is not None:
-            rel_embeddings = self.pos_dropout(rel_embeddings).unsqueeze(0)
-            if self.pos_proj is not None:
-                pos_key = self.heads(self.pos_proj(rel_embeddings))[0]  # [H, R, D]
-            if self.pos_q_proj is not None:
-                pos_query = self.heads(self.pos_q_proj(rel_embeddings))[0] / self.scale
+        pos_key, pos_query = self.positions(rel_embeddings, context)
         return attend(
             query / self.scale,
             key,
@@ -100,6 +94,15 @@ class DisentangledSelfAttention(nn.Module):
             mix_scores=self.head_logits_proj,
             mix_weights=self.head_weights_proj,
         )
+
+    def project_positions(self, rel_embeddings: Tensor) -> Tables:
+        table = self.pos_dropout(rel_embeddings).unsqueeze(0)
+        pos_key = pos_query = None
+        if self.pos_proj is not None:
+            pos_key = self.heads(self.pos_proj(table))[0]
+        if self.pos_q_proj is not None:
+            pos_query = self.heads(self.pos_q_proj(table))[0] / self.scale
+        return pos_key, pos_query
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value without their biases, [B, H, L, D] each."""
@@ -126,6 +129,7 @@ class DebertaEncoder(Encoder):
         self.rel_embeddings = (
             nn.Embedding(2 * self.span, config.hidden_size) if config.relative_attention else None
         )
+        self.keep_positions = self.may_keep_positions(config)
 
     def slots_of(self, distance: Tensor) -> Tensor:
         return disentangled.slots(distance, self.span)

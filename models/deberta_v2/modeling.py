@@ -17,12 +17,21 @@ from ..attention import disentangled
 from ..attention.slots import SlotTable
 from ..base import PretrainedModel
 from ..deberta import heads
-from ..deberta.blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer, attend
+from ..deberta.blocks import (
+    AttentionContext,
+    Backbone,
+    Embeddings,
+    Encoder,
+    Layer,
+    SelfAttention,
+    Tables,
+    attend,
+)
 from ..layers import ACTIVATIONS, LayerStack
 from .config import DebertaV2Config
 
 
-class DisentangledSelfAttention(nn.Module):
+class DisentangledSelfAttention(SelfAttention):
     """Disentangled self-attention (paper, section 3.1) with a projection each for query, key and value.
 
     In float32 and float64 the terms are scaled where upstream scales them, so the results are equal
@@ -59,7 +68,7 @@ class DisentangledSelfAttention(nn.Module):
         query = self.heads(self.query_proj(hidden_states if query_states is None else query_states))
         key = self.heads(self.key_proj(hidden_states))
         value = self.heads(self.value_proj(hidden_states))
-        pos_key, pos_query = self.project_positions(rel_embeddings)
+        pos_key, pos_query = self.positions(rel_embeddings, context)
         scale = self.scale
         if query.dtype in (torch.float16, torch.bfloat16):
             query, scale = query / scale, 1.0
@@ -67,10 +76,7 @@ class DisentangledSelfAttention(nn.Module):
         dropout = self.dropout.p if self.training else 0.0
         return attend(query, key, value, pos_key, pos_query, context, scale, dropout)
 
-    def project_positions(self, rel_embeddings: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The relative position table as keys (for c2p) and as queries (for p2c), [H, R, D] each."""
-        if rel_embeddings is None:
-            return None, None
+    def project_positions(self, rel_embeddings: Tensor) -> Tables:
         table = self.pos_dropout(rel_embeddings).unsqueeze(0)
         pos_key = pos_query = None
         if self.c2p:
@@ -134,6 +140,7 @@ class DebertaV2Encoder(Encoder):
             if config.normalizes_relative_positions
             else None
         )
+        self.keep_positions = self.may_keep_positions(config)
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
 
     def relative_embeddings(self, slots: SlotTable | None) -> Tensor | None:
