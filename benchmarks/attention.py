@@ -1,9 +1,10 @@
 """DeBERTa-V3 in time and memory, upstream beside ours: `make bench-attention`.
 
 Each figure is of a process of its own, the two libraries in turn; medians of the repeats. The shape is
-deberta-v3-base's with 1,000 words, since the embeddings are the same in both. Memory is the most that the first
-step of a length holds beyond what the process held before it (`VmHWM` - `VmRSS`), after a step over 8 tokens that
-makes the gradients and, in ours, the position tables that inference keeps. Time is of the step after that.
+deberta-v3-base's with 1,000 words, since the embeddings are the same in both. Memory is the most that the
+first step of a length holds beyond what the process held before it (`VmHWM` - `VmRSS`), after a step over 8
+tokens that makes the gradients and, in ours, the position tables that inference keeps. Time is of the step
+after that.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ def test_it_exports_with_dynamic_batch_and_length(name: str, strict: bool) -> No
 @pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])
 def test_long_sequences_compile_and_export_where_blocks_would_serve(family: str, path: str) -> None:
     torch._dynamo.reset()
-    fields = {"max_position_embeddings": 256} | ({"talking_head": False} if family == "Deberta" else {})
+    fields = {"max_position_embeddings": 512} | ({"talking_head": False} if family == "Deberta" else {})
     model = tiny.model(f"{family}Model", **fields, attn_implementation=path)
-    inputs = tiny.inputs(f"{family}Model", 2, 130)
+    inputs = tiny.inputs(f"{family}Model", 2, 260)
     expected = model(**inputs)[0]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(**inputs)[0], expected, atol=1e-5)

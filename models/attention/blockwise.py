@@ -261,9 +261,8 @@ def _gradients(
         of_rows.append(d_query / call.scale)
     d_pos_query = None
     if by_slot is not None and keys.pos_query is not None:
-        total = by_slot.total()
-        d_key = torch.baddbmm(d_key, total.transpose(-1, -2), keys.pos_query)
-        d_pos_query = (total @ keys.key) / call.scale
+        d_key = d_key + by_slot.times(keys.pos_query)
+        d_pos_query = by_slot.of_slots(keys.key) / call.scale
     d_query, d_key, d_value = torch.cat(of_rows, -2), d_key.flip(-2), d_value.flip(-2)
     return (d_query.transpose(0, 1), d_key.transpose(0, 1), d_value.transpose(0, 1)), (d_pos_key, d_pos_query)
 
@@ -299,9 +298,16 @@ class BySlot:
         high = F.pad(d_scores[..., b:].sum(-2, keepdim=True), (b, 0)) if b < length else None
         return BySlot(middle, _plus(self.low, low), _plus(self.high, high))
 
-    def total(self) -> Tensor:
-        """[h, R, L]."""
-        total, others = self.band, self.band.shape[1] - 1
+    def times(self, table: Tensor) -> Tensor:
+        """The sums times the position table [h, R, D], for each key: [h, L, D]."""
+        total = self.band.transpose(-1, -2) @ table
+        for edge, row in ((self.low, table[:, :1]), (self.high, table[:, -1:])):
+            total = total if edge is None else torch.baddbmm(total, edge.transpose(-1, -2), row)
+        return total
+
+    def of_slots(self, key: Tensor) -> Tensor:
+        """The sums times the keys [h, L, D], for each slot: [h, R, D]."""
+        total, others = self.band @ key, self.band.shape[1] - 1
         for edge, rows in ((self.low, (0, others)), (self.high, (others, 0))):
-            total = total if edge is None else total + F.pad(edge, (0, 0, *rows))
+            total = total if edge is None else total + F.pad(edge @ key, (0, 0, *rows))
         return total

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Path = Literal["eager", "sdpa", "blockwise"]
 
-BLOCKWISE_LENGTH = 128
+BLOCKWISE_LENGTH = 256
 """From how many tokens on blocks are faster than a matrix of all pairs, on a CPU."""
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WORTH = 64
+"""Keys of one slot that are worth a part of their own."""
+
 
 @dataclass(frozen=True)
 class SlotTable:
@@ -76,12 +79,14 @@ class SlotTable:
         return self.by_distance.as_strided((queries, keys), (1, 1), first_query + first_key)
 
     def alike(self, first_query: int, queries: int) -> tuple[int, int]:
-        """Which keys have the same distance slot to all of these queries, keys counted backwards.
+        """Which keys have one slot with all of these queries, keys counted backwards.
 
         Returns:
-            a and b: the keys before a read the first slot, those from b on the last one.
+            a and b: the keys before a read the first slot, those from b on the last one. Fewer than `WORTH`
+            are left to the others.
         """
         length = self.length
         a = min(max(self.low - (first_query + queries - 1), 0), length)
+        a = a if a >= WORTH else 0
         b = min(max(self.high - first_query, a), length)
-        return a, b
+        return a, b if length - b >= WORTH else length
