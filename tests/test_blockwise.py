@@ -16,7 +16,9 @@ from outplace.models.attention.disentangled import eager_attention, log_bucket, 
 from outplace.models.attention.dropout import Noise
 from outplace.models.attention.slots import SlotTable
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import outplace
 
@@ -243,6 +245,18 @@ def test_the_plan_says_what_is_taken_and_why(name: str) -> None:
         lambda x: (seen.append(model.attention_plan(1, LONG).path), x)[1], (torch.zeros(1),), (torch.ones(1),)
     )
     assert seen == ["eager", "eager"]
+
+
+def test_nothing_looks_at_values_that_are_not_there(name: str) -> None:
+    """On the meta device, under fake tensors, and where operators are recorded."""
+    model, _ = both(name)
+    ids = tiny.ids(1, LONG)
+    recorded = make_fx(lambda x: model(x).last_hidden_state)(ids)
+    assert torch.allclose(recorded(ids), model(ids).last_hidden_state, atol=1e-5)
+    assert not any("as_strided" in str(node.target) for node in recorded.graph.nodes)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(ids)).last_hidden_state.shape == (1, LONG, 32)
+    assert model.to("meta")(ids.to("meta")).last_hidden_state.is_meta
 
 
 def test_talking_heads_and_esm_have_no_blocks() -> None:

@@ -6,8 +6,7 @@ B batch, L tokens, H heads, D head width, E hidden width, R position slots.
 from __future__ import annotations
 
 import torch
-from torch._guards import active_fake_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 
 
 def transform_is_active() -> bool:
@@ -27,9 +26,5 @@ def runs_plainly(device: torch.device) -> bool:
     """Whether operators run now, on numbers: nothing traces, compiles, exports or transforms them."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
-    return not (
-        transform_is_active()
-        or device.type == "meta"
-        or active_fake_mode() is not None
-        or get_proxy_mode() is not None
-    )
+    modes = (_get_dispatch_mode(key) for key in (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY))
+    return not (transform_is_active() or device.type == "meta" or any(mode is not None for mode in modes))
