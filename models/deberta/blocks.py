@@ -112,7 +112,10 @@ class AttentionContext:
 
     def __post_init__(self) -> None:
         self.pair_mask = self.pair_slots = None
-        if self.path != "blockwise":
+        if self.path == "blockwise":
+            # A mask that hides nothing, as tokenizers give of one text, would cost each block a pass.
+            self.mask = None if self.mask is None or self.mask.all() else self.mask
+        else:
             self.pair_mask = masks.pair_mask(self.mask)  # [B, 1, L, L]
             self.pair_slots = None if self.slots is None else self.slots.pairs()  # [L, L]
 
