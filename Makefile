@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow compat compat-test parity bench-attention lint types nano clean
+.PHONY: demo test test-slow compat compat-test faults parity bench-attention lint types nano clean
 
 demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ compat: .venv/compat compat-test  ## other people's tools: their tests, and the 
 compat-test: .venv/compat  ## the part of it that needs no environment of other versions
 	$(BIN)/python -m pytest -n auto tests/compat
 	$(BIN)/python -m benchmarks.compat --no-envs
+
+faults: .venv/test  ## what goes wrong with the Hub: its tests, and the table in docs/hub.md
+	$(BIN)/python tests/faults.py
+	$(BIN)/python -m pytest -n auto tests/test_hub_faults.py
 
 parity: .venv/test  ## the table of differences from upstream
 	cd tests && ../$(BIN)/python -m parity

@@ -7,14 +7,17 @@ Truncation and padding are done here for each call by itself, never by settings 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from .encoding import BatchEncoding
+from .encoding import BatchEncoding, Rewritings, as_list, as_tensors
+from .rewriting import Rewritten
 
 T = TypeVar("T", bound="Tokenizer")
 
@@ -23,8 +26,12 @@ Truncation = bool | Literal["longest_first", "only_first", "only_second", "do_no
 Text = str | Sequence[str]
 
 CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 UNLIMITED = int(1e30)
 """`model_max_length` of a tokenizer that knows no limit; upstream's number."""
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 SPECIAL = ("unk_token", "cls_token", "sep_token", "eos_token", "bos_token", "pad_token", "mask_token")
 
@@ -39,7 +46,7 @@ class Tokenizer:
         backend: does the splitting; its own padding and truncation must be off.
         special: names of special tokens, of `SPECIAL`, to the tokens.
         model_max_length: what `truncation=True` cuts to unless told.
-        padding_side: "right" or "left".
+        padding_side, truncation_side: "right" or "left".
         added_tokens_decoder: tokens beside the backend's own vocabulary, by number.
 
     Raises:
@@ -47,7 +54,10 @@ class Tokenizer:
     """
 
     model_input_names: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids", "attention_mask")
+    settings: ClassVar[tuple[str, ...]] = ("model_max_length", "padding_side", "truncation_side")
+    """Keywords of the constructor that `tokenizer_config.json` holds."""
     padding_side: str
+    truncation_side: str
     model_max_length: int
 
     def __init__(
@@ -57,12 +67,15 @@ class Tokenizer:
         *,
         model_max_length: int | None = None,
         padding_side: str = "right",
+        truncation_side: str = "right",
         added_tokens_decoder: Mapping[int, AddedToken] | None = None,
     ) -> None:
-        _check_side(padding_side)
+        _check_side("padding_side", padding_side)
+        _check_side("truncation_side", truncation_side)
         self.backend = backend
         self.model_max_length = UNLIMITED if model_max_length is None else model_max_length
         self.padding_side = padding_side
+        self.truncation_side = truncation_side
         for number, token in sorted((added_tokens_decoder or {}).items()):
             backend.add_tokens([token])
             if backend.token_to_id(token.content) != number:
@@ -70,6 +83,7 @@ class Tokenizer:
                     f"the added token {token.content!r} has the number {number}, where the vocabulary gives "
                     f"{backend.token_to_id(token.content)}"
                 )
+        self._add_special(special)
         self._set_special(special)
 
     # Special tokens
@@ -98,8 +112,11 @@ class Tokenizer:
         self.special = dict(special)
         self._update_backend()
 
+    def _add_special(self, special: Mapping[str, str | None]) -> None:
+        """Add the special tokens that a vocabulary of this family leaves out; overridden by a family."""
+
     def _update_backend(self) -> None:
-        """Tell the backend which special tokens there are now; overridden by a family."""
+        """Tell the backend which tokens there are now; overridden by a family."""
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -118,7 +135,7 @@ class Tokenizer:
         if not already_has_special_tokens:
             raise ValueError("the token numbers must have their special tokens already")
         special = set(self.all_special_ids)
-        return [int(i in special) for i in _as_list(token_ids)]
+        return [int(i in special) for i in as_list(token_ids)]
 
     # Files
 
@@ -133,19 +150,19 @@ class Tokenizer:
         token: str | bool | None = None,
         local_files_only: bool = False,
         force_download: bool = False,
+        **options: Any,
     ) -> T:
         """The tokenizer of a folder or Hub repository.
 
         Args:
             revision, subfolder, cache_dir, token, local_files_only, force_download: as in
                 `huggingface_hub.hf_hub_download`.
+            options: keywords of the constructor, in the place of what the files say.
 
         Raises:
             FileNotFoundError: no such folder, repository or file.
             ValueError: a file is malformed; the message names it.
         """
-        from ..weights.hub import fetch
-
         hub = {
             "revision": revision,
             "subfolder": subfolder,
@@ -154,8 +171,34 @@ class Tokenizer:
             "local_files_only": local_files_only,
             "force_download": force_download,
         }
-        path = fetch(name_or_path, CONFIG, **hub)
-        return cls._from_files(name_or_path, hub, {} if path is None else _read_settings(path))
+        return cls._from_files(name_or_path, hub, {**cls._read_settings(name_or_path, hub), **options})
+
+    @classmethod
+    def _read_settings(cls, name_or_path: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
+        """What of a checkpoint's settings the constructor takes; tokens may lie in files of their own."""
+        from ..weights.hub import fetch
+        from .config import read_json_object
+
+        def read(name: str) -> tuple[Path | None, dict[str, Any]]:
+            path = fetch(name_or_path, name, **hub)
+            return path, {} if path is None else read_json_object(path)
+
+        path, values = read(CONFIG)
+        special_path, special = read(SPECIAL_TOKENS)
+        named = {name: x for name, x in {**special, **values}.items() if name in SPECIAL}
+        decoder = values.get("added_tokens_decoder")
+        numbers_path, numbers = (path, {}) if decoder else read(ADDED_TOKENS)
+        with _known_form(special_path or path):
+            tokens = {name: x["content"] if isinstance(x, dict) else x for name, x in named.items()}
+        with _known_form(numbers_path):
+            added = {
+                int(number): AddedToken(token, special=token in tokens.values(), normalized=False)
+                for token, number in numbers.items()
+            }
+        with _known_form(path):
+            described = {int(number): AddedToken(**fields) for number, fields in (decoder or {}).items()}
+        own = {name: values[name] for name in cls.settings if name in values}
+        return {**tokens, **own, "added_tokens_decoder": {**added, **described}}
 
     @classmethod
     def _from_files(
@@ -173,8 +216,7 @@ class Tokenizer:
         names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
         settings = {
             **self.special,
-            "model_max_length": self.model_max_length,
-            "padding_side": self.padding_side,
+            **{name: getattr(self, name) for name in self.settings},
             "tokenizer_class": type(self).__name__,
             "extra_special_tokens": [x for x in self.all_special_tokens if x not in self.special.values()],
             "added_tokens_decoder": {
@@ -187,8 +229,31 @@ class Tokenizer:
             write_atomically(folder / name, content)
 
     def _vocabulary_files(self) -> dict[str, bytes]:
-        """A family's vocabulary files, by name; added tokens are not for them."""
+        """A family's vocabulary files, by name."""
         raise NotImplementedError
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload tokenizer",
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Save to a Hub repository, in one commit; as `PretrainedModel.push_to_hub`."""
+        from ..weights.publishing import push
+
+        return push(
+            repo_id,
+            self.save_pretrained,
+            commit_message=commit_message,
+            token=token,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+        )
 
     # Vocabulary
 
@@ -212,6 +277,7 @@ class Tokenizer:
         before = len(self)
         add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
         add(found)
+        self._update_backend()
         return len(self) - before
 
     def add_special_tokens(self, tokens: Mapping[str, str]) -> int:
@@ -232,7 +298,7 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
         """The token of a number, or the tokens of several; numbers past the vocabulary give `unk_token`."""
-        numbers = _as_list(ids)
+        numbers = as_list(ids)
         if isinstance(numbers, int):
             found = self.backend.id_to_token(numbers)
             return self.unk_token if found is None else found
@@ -291,21 +357,24 @@ class Tokenizer:
         batched = _is_batch(text, is_split_into_words)
         texts: list[Any] = list(text) if batched else [text]
         pairs = _partners(texts, text_pair, batched, is_split_into_words)
+        if is_split_into_words:
+            self._check_words()
         cut = _choice(
             "truncation", truncation, "longest_first", "do_not_truncate", ("only_first", "only_second")
         )
         limit = self.model_max_length if max_length is None else max_length
 
+        given, rewritten = self._rewrite_all(texts, pairs, is_split_into_words)
+        encoded = self._encode(*given, is_split_into_words, add_special_tokens, cut, limit, stride)
         rows: list[Encoding] = []
         samples: list[int] = []
-        for sample, (first, second) in enumerate(zip(texts, pairs, strict=True)):
-            row = self._encode(first, second, is_split_into_words, add_special_tokens, cut, limit, stride)
+        for sample, row in enumerate(encoded):
             kept = [row, *row.overflowing] if return_overflowing_tokens else [row]
             rows.extend(kept)
             samples.extend([sample] * len(kept))
         self._review(texts, pairs, rows)
 
-        lengths = [len(row.ids) for row in rows]
+        lengths = [len(row) for row in rows]
         length = self._padded_length(lengths, padding, limit, pad_to_multiple_of)
         if length is not None:
             if cut != "do_not_truncate" and limit < UNLIMITED and limit % (pad_to_multiple_of or 1):
@@ -313,10 +382,9 @@ class Tokenizer:
                     f"rows cut to {limit} tokens cannot be padded to a multiple of {pad_to_multiple_of}; "
                     "make max_length a multiple too"
                 )
+            fill = {"direction": self.padding_side, "pad_id": self.pad_token_id, "pad_token": self.pad_token}
             for row in rows:
-                row.pad(
-                    length, direction=self.padding_side, pad_id=self.pad_token_id, pad_token=self.pad_token
-                )
+                row.pad(length, **fill)
 
         names = self.model_input_names
         data: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
@@ -326,44 +394,91 @@ class Tokenizer:
             data["attention_mask"] = [row.attention_mask for row in rows]
         if return_special_tokens_mask:
             data["special_tokens_mask"] = [row.special_tokens_mask for row in rows]
+        rewritings = [rewritten.get(sample) for sample in samples] if rewritten else []
         if return_offsets_mapping:
-            data["offset_mapping"] = [row.offsets for row in rows]
+            known = BatchEncoding({}, rows, rewritings)
+            data["offset_mapping"] = [known.offsets(i) for i in range(len(rows))]
         if return_length:
             data["length"] = lengths
         if return_overflowing_tokens:
             data["overflow_to_sample_mapping"] = samples
         if not batched and not return_overflowing_tokens and return_tensors is None:
             data = {key: values[0] for key, values in data.items()}
-        return BatchEncoding(_as_tensors(data, return_tensors), rows)
+        return BatchEncoding(as_tensors(data, return_tensors), rows, rewritings)
 
     def _review(self, texts: list[Any], pairs: list[Any], rows: list[Encoding]) -> None:
         """Warn of or refuse what a call has encoded; overridden by a family."""
 
+    def _check_words(self) -> None:
+        """Refuse words one by one where they would be encoded wrongly; overridden by a family."""
+
+    def _rewrite(self, text: str) -> Rewritten | None:
+        """What the backend is given in the place of a text, if it is another; overridden by a family."""
+        return None
+
+    def _rewrite_all(
+        self, texts: list[Any], pairs: list[Any], words: bool
+    ) -> tuple[tuple[list[Any], list[Any]], dict[int, Rewritings]]:
+        """The texts as the backend is given them, and for each row of which some were rewritten, those."""
+        given: tuple[list[Any], list[Any]] = ([], [])
+        rewritten: dict[int, dict[tuple[int, int | None], Rewritten]] = {}
+
+        def one(text: str, row: int, *place: Any) -> str:
+            made = self._rewrite(text)
+            if made is None:
+                return text
+            rewritten.setdefault(row, {})[place] = made
+            return made.text
+
+        for which, column in enumerate((texts, pairs)):
+            for row, text in enumerate(column):
+                if words and text is not None:
+                    given[which].append([one(word, row, which, i) for i, word in enumerate(text)])
+                else:
+                    given[which].append(None if text is None else one(text, row, which, None))
+        return given, rewritten  # type: ignore[return-value]
+
     def _encode(
         self,
-        first: Any,
-        second: Any,
+        texts: list[Any],
+        pairs: list[Any],
         words: bool,
         add_special_tokens: bool,
         cut: str,
         limit: int,
         stride: int,
-    ) -> Encoding:
-        """One text or pair, cut but not padded."""
-        row = self.backend.encode(first, second, words, add_special_tokens)
-        if cut == "do_not_truncate" or len(row.ids) <= limit:
-            return row
-        a = self.backend.encode(first, None, words, False)
-        # Behind an empty first text, for its rests too are then of the second type.
+    ) -> list[Encoding]:
+        """The texts or pairs, cut but not padded."""
+        both = [text if pair is None else (text, pair) for text, pair in zip(texts, pairs, strict=True)]
+        if cut == "do_not_truncate" or limit >= UNLIMITED:
+            return self._encode_batch(both, words, add_special_tokens)
+        # What has fewer bytes than two a token will hardly be cut; the rest is encoded in parts that can be.
+        short = [i for i, row in enumerate(zip(texts, pairs, strict=True)) if _size(row) <= 2 * limit]
+        whole = self._encode_batch([both[i] for i in short], words, add_special_tokens)
+        rows = {i: row for i, row in zip(short, whole, strict=True) if len(row) <= limit}
+        long = [i for i in range(len(texts)) if i not in rows]
+        # A second text is encoded behind an empty first one, for its rests too are then of its type.
         empty: Any = [] if words else ""
-        b = None if second is None else self.backend.encode(empty, second, words, False)
-        special = len(row.ids) - len(a.ids) - (0 if b is None else len(b.ids))
-        self._truncate(a, b, limit - special, cut, stride)
-        return self.backend.post_process(a, b, add_special_tokens)
+        seconds = [(empty, pairs[i]) for i in long if pairs[i] is not None]
+        second = iter(self._encode_batch(seconds, words, False))
+        for i, a in zip(long, self._encode_batch([texts[i] for i in long], words, False), strict=True):
+            b = None if pairs[i] is None else next(second)
+            special = self.backend.num_special_tokens_to_add(b is not None) if add_special_tokens else 0
+            if len(a) + (0 if b is None else len(b)) > limit - special:
+                self._truncate(a, b, limit - special, cut, stride)
+            rows[i] = self.backend.post_process(a, b, add_special_tokens)
+        return [rows[i] for i in range(len(texts))]
+
+    def _encode_batch(self, inputs: list[Any], words: bool, add_special_tokens: bool) -> list[Encoding]:
+        if len(inputs) > 1:
+            return self.backend.encode_batch(inputs, words, add_special_tokens)
+        # One alone starts no threads, which a process that forks later would be warned of.
+        pairs = [one if isinstance(one, tuple) else (one, None) for one in inputs]
+        return [self.backend.encode(first, second, words, add_special_tokens) for first, second in pairs]
 
     def _truncate(self, a: Encoding, b: Encoding | None, limit: int, cut: str, stride: int) -> None:
         """Cut what is longer than `limit` to it; what is cut off becomes the encodings' `overflowing`."""
-        first, second = len(a.ids), 0 if b is None else len(b.ids)
+        first, second = len(a), 0 if b is None else len(b)
         if cut == "only_second":
             keep = (first, limit - first)
         elif cut == "only_first" or b is None:
@@ -376,10 +491,10 @@ class Tokenizer:
                 "or cut the other text too"
             )
         for encoding, length in zip((a, b), keep, strict=True):
-            if encoding is not None and len(encoding.ids) > length:
+            if encoding is not None and len(encoding) > length:
                 if length and not 0 <= stride < length:
                     raise ValueError(f"stride is {stride}; it must be under the {length} tokens a row keeps")
-                encoding.truncate(length, stride=stride if length else 0)
+                encoding.truncate(length, stride if length else 0, self.truncation_side)
 
     def _shares(self, first: int, second: int, limit: int) -> tuple[int, int]:
         """How many tokens of each of a pair are kept, where the longer is cut first."""
@@ -427,8 +542,8 @@ class Tokenizer:
             encoded = {key: [row[key] for row in encoded] for key in (encoded[0] if encoded else ())}
         if "input_ids" not in encoded:
             raise ValueError(f"there are no input_ids to pad, but {', '.join(encoded) or 'nothing'}")
-        side = _check_side(self.padding_side if padding_side is None else padding_side)
-        data = {key: [_as_list(row) for row in _as_list(rows)] for key, rows in encoded.items()}
+        side = self.padding_side if padding_side is None else _check_side("padding_side", padding_side)
+        data = {key: [as_list(row) for row in as_list(rows)] for key, rows in encoded.items()}
         single = bool(data["input_ids"]) and isinstance(data["input_ids"][0], int)
         if single:
             data = {key: [row] for key, row in data.items()}
@@ -457,31 +572,22 @@ class Tokenizer:
         }
         if single and return_tensors is None:
             data = {key: rows[0] for key, rows in data.items()}
-        return BatchEncoding(_as_tensors(data, return_tensors))
+        return BatchEncoding(as_tensors(data, return_tensors))
 
     # Numbers to text
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        numbers = _as_list(ids)
+        numbers = as_list(ids)
         return self.backend.decode([numbers] if isinstance(numbers, int) else numbers, skip_special_tokens)
 
     def batch_decode(self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(row, skip_special_tokens) for row in rows]
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """What of a `tokenizer_config.json` the constructors take."""
-    from .config import read_json_object
-
-    values = read_json_object(path)
+@contextmanager
+def _known_form(path: Path | None) -> Iterator[None]:
     try:
-        special = {name: values[name] for name in SPECIAL if name in values}
-        added = (values.get("added_tokens_decoder") or {}).items()
-        return {
-            **{name: x["content"] if isinstance(x, dict) else x for name, x in special.items()},
-            **{name: values[name] for name in ("model_max_length", "padding_side") if name in values},
-            "added_tokens_decoder": {int(i): AddedToken(**fields) for i, fields in added},
-        }
+        yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} describes its tokens in a way not known here: {error}") from error
 
@@ -495,9 +601,9 @@ def _choice(name: str, given: bool | str | None, if_true: str, if_false: str, ot
     return found
 
 
-def _check_side(side: str) -> str:
+def _check_side(name: str, side: str) -> str:
     if side not in ("right", "left"):
-        raise ValueError(f"padding_side is {side!r}; it must be 'right' or 'left'")
+        raise ValueError(f"{name} is {side!r}; it must be 'right' or 'left'")
     return side
 
 
@@ -529,29 +635,17 @@ def _check_text(text: Any, is_split_into_words: bool) -> None:
         raise ValueError(f"a text is of type {type(text).__name__}; it must be a string")
     if is_split_into_words and (isinstance(text, str | bytes) or not isinstance(text, Sequence)):
         raise ValueError(f"a text is of type {type(text).__name__}; it must be a list of words")
-    for word in text if is_split_into_words else ():
+    for word in text if is_split_into_words else (text,):
         if not isinstance(word, str):
             raise ValueError(f"a word is of type {type(word).__name__}; it must be a string")
-
-
-def _as_list(value: Any) -> Any:
-    """Tensors and arrays as Python numbers, other things as they are."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _as_tensors(data: dict[str, Any], kind: str | None) -> dict[str, Any]:
-    if kind is None:
-        return data
-    if kind != "pt":
-        raise ValueError(f"return_tensors is {kind!r}; it must be 'pt' or None")
-    import torch
-
-    def tensor(key: str, rows: Any) -> torch.Tensor:
-        try:
-            return torch.tensor(rows)
-        except (TypeError, ValueError) as error:
+        if not word.isascii() and (lone := LONE_SURROGATE.search(word)):
             raise ValueError(
-                f"{key} makes no tensor: {error}; rows of different lengths need padding=True"
-            ) from error
+                f"a text has a lone surrogate, {lone[0]!a} at {lone.start()}, which is no character; decode "
+                "its bytes with errors='replace'"
+            )
 
-    return {key: tensor(key, rows) for key, rows in data.items()}
+
+def _size(row: tuple[Any, Any]) -> int:
+    """Bytes of a text or a pair."""
+    texts = [[text] if isinstance(text, str) else text for text in row if text is not None]
+    return sum(len(word) if word.isascii() else len(word.encode()) for text in texts for word in text)

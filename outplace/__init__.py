@@ -22,6 +22,7 @@ _HOMES = {
         "DebertaForTokenClassification",
         "DebertaModel",
         "DebertaPreTrainedModel",
+        "DebertaTokenizer",
     ),
     "outplace.models.deberta_v2": (
         "DebertaV2Config",
@@ -32,6 +33,7 @@ _HOMES = {
         "DebertaV2ForTokenClassification",
         "DebertaV2Model",
         "DebertaV2PreTrainedModel",
+        "DebertaV2Tokenizer",
     ),
     "outplace.models.attention.plan": ("AttentionPlan",),
     "outplace.models.esm": (
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from .models.deberta import DebertaForTokenClassification as DebertaForTokenClassification
     from .models.deberta import DebertaModel as DebertaModel
     from .models.deberta import DebertaPreTrainedModel as DebertaPreTrainedModel
+    from .models.deberta import DebertaTokenizer as DebertaTokenizer
     from .models.deberta_v2 import DebertaV2Config as DebertaV2Config
     from .models.deberta_v2 import DebertaV2ForMaskedLM as DebertaV2ForMaskedLM
     from .models.deberta_v2 import DebertaV2ForMultipleChoice as DebertaV2ForMultipleChoice
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from .models.deberta_v2 import DebertaV2ForTokenClassification as DebertaV2ForTokenClassification
     from .models.deberta_v2 import DebertaV2Model as DebertaV2Model
     from .models.deberta_v2 import DebertaV2PreTrainedModel as DebertaV2PreTrainedModel
+    from .models.deberta_v2 import DebertaV2Tokenizer as DebertaV2Tokenizer
     from .models.esm import EsmConfig as EsmConfig
     from .models.esm import EsmForMaskedLM as EsmForMaskedLM
     from .models.esm import EsmForSequenceClassification as EsmForSequenceClassification

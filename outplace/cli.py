@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from . import __version__
 
-COMMANDS = ("embed", "fill", "inspection", "convert", "audit_command")
+COMMANDS = ("embed", "fill", "inspection", "convert", "verify", "audit_command")
 """Modules of this package; they import torch only in `run`, so that `--help` is quick."""
 
 INTERRUPTED, BROKEN_PIPE = 130, 141

@@ -137,12 +137,15 @@ def _remote_entries(repo_id: str, filename: str, hub: dict[str, Any]) -> dict[st
     cached = try_to_load_from_cache(repo_id, path, cache_dir=hub["cache_dir"], revision=hub["revision"])
     if isinstance(cached, str):
         return _local_entries([Path(cached)], None)
-    with explained(f"the header of {path} of {repo_id}", hub["revision"]):
+    with explained(f"fetch the header of {path} of {repo_id}", hub["revision"]):
         try:
             header = HfApi().parse_safetensors_file_metadata(repo_id, path, revision=hub["revision"])
-        except SafetensorsParsingError as error:
+            return {
+                key: _entry(info.dtype, tuple(info.shape), filename) for key, info in header.tensors.items()
+            }
+        # The client takes for granted that what is JSON is a header, too.
+        except (SafetensorsParsingError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} of {repo_id} is not a whole safetensors file: {error}") from error
-    return {key: _entry(info.dtype, tuple(info.shape), filename) for key, info in header.tensors.items()}
 
 
 def _entry(dtype: str, shape: tuple[int, ...], file: str) -> Entry:

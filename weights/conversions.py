@@ -43,7 +43,7 @@ def find(repo_id: str, hub: dict[str, Any]) -> str | None:
     if not (exists(repo_id, PICKLE, hub) or exists(repo_id, PICKLE_INDEX, hub)):
         return None
     try:
-        with explained(f"the pull requests of {repo_id}"):
+        with explained(f"list the pull requests of {repo_id}"):
             commit = _ask(repo_id, snapshot.name, hub.get("token"))
     except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
         logger.warning("cannot look for a safetensors conversion of %s: %s", repo_id, error)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from .errors import CheckpointError
 
@@ -36,6 +36,7 @@ def fetch(name_or_path: str | Path, filename: str, **hub: Any) -> Path | None:
         FileNotFoundError: no such folder or repository, or the Hub cannot be reached and the file is
             not in the cache; the message says which.
         CheckpointError: what came is not what the Hub holds, by its checksum.
+        OSError: the cache cannot be written to.
     """
     folder = local_folder(name_or_path)
     if folder is not None:
@@ -68,40 +69,68 @@ def _download(repo_id: str, filename: str, hub: dict[str, Any]) -> Path | None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+    what = f"{filename} of {repo_id}"
     known = _cached(repo_id, filename, hub)
+    if known is False and not _has_appeared(repo_id, filename, hub):
+        return None
     for pause in (*PAUSES, None):
-        with explained(f"{filename} of {repo_id}", hub.get("revision")):
+        with explained(f"fetch {what}", hub.get("revision")):
             try:
                 path = Path(hf_hub_download(repo_id, filename, **hub))
             except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-                if known is False:
-                    return None
-                cause = error.__cause__ or error
                 raise NotCached(
-                    f"{filename} of {repo_id} is not in the cache, and the Hub was not asked or did not "
-                    f"answer: {_first_line(cause)}"
+                    f"{what} is not in the cache and cannot be fetched: {_reason(error.__cause__ or error)}"
                 ) from error
             except EntryNotFoundError:
                 return None
-            except OSError as error:
-                if pause is None or not _is_passing(error):
-                    raise
-                time.sleep(pause)
-                continue
-        if path == known or _is_whole(path):
+            except Exception as error:
+                if pause is not None and _is_passing(error):
+                    time.sleep(pause)
+                    continue
+                _tell(error, what)
+        if (path == known and not hub.get("force_download")) or _is_whole(path):
             return path
         _forget(path)
         if pause is None:
             break
     raise CheckpointError(
-        f"{filename} of {repo_id} came with a wrong checksum {len(PAUSES) + 1} times, and was deleted; "
+        f"{what} came with a wrong checksum {len(PAUSES) + 1} times, and was deleted; "
         "try again later, or over another network"
     )
 
 
+def _has_appeared(repo_id: str, filename: str, hub: dict[str, Any]) -> bool:
+    """Whether the Hub now holds a file that, by the cache, it did not hold: not so where it cannot be asked.
+
+    A download would find out as well, but the client lets it wait half a minute for a Hub out of reach.
+    """
+    try:
+        return exists(repo_id, filename, hub)
+    except FileNotFoundError:
+        return False
+
+
+def _tell(error: Exception, what: str) -> NoReturn:
+    """Raise the client's error of downloading `what` as one that says so, where its own does not."""
+    if type(error) is ValueError and error.__cause__ is not None:
+        raise error.__cause__ from None  # why a forced download failed
+    if _is_short(error):
+        raise FileNotFoundError(f"cannot fetch {what}: {_first_line(error)}; try again") from error
+    if isinstance(error, OSError) and error.errno is not None:
+        raise OSError(
+            f"cannot write {what} to the cache: {error.strerror}; make room there, or give another folder "
+            "by cache_dir=… or HF_HOME"
+        ) from error
+    raise error
+
+
 @contextmanager
-def explained(what: str, revision: str | None = None) -> Iterator[None]:
-    """Turn the client's errors of asking the Hub for `what` into one line that says what to do."""
+def explained(doing: str, revision: str | None = None) -> Iterator[None]:
+    """Turn the client's errors into one line that says what to do.
+
+    Args:
+        doing: what "cannot" goes before.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -110,53 +139,63 @@ def explained(what: str, revision: str | None = None) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    # What the client's HTTP library raises is the first base of its own error.
+    # The first base of the client's own error is its HTTP library's; its Xet library raises Python's.
     transport_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
         yield
     except HFValidationError as error:
         raise FileNotFoundError(
-            f"{what}: that is neither a folder here nor the name of a Hub repository: {_first_line(error)}"
+            f"cannot {doing}: that is neither a folder here nor the name of a Hub repository: "
+            f"{_first_line(error)}"
         ) from error
     except GatedRepoError as error:
         raise FileNotFoundError(
-            f"cannot fetch {what}: the repository is gated; ask for access on its page, then log in with "
+            f"cannot {doing}: the repository is gated; ask for access on its page, then log in with "
             "`hf auth login` or pass token=…"
         ) from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"cannot fetch {what}: there is no such repository, or it is private and needs a login "
+            f"cannot {doing}: there is no such repository, or it is private and needs a login "
             "(`hf auth login`) or token=…"
         ) from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(
-            f"cannot fetch {what}: there is no revision {revision!r}; give a branch, a tag or a commit"
+            f"cannot {doing}: there is no revision {revision!r}; give a branch, a tag or a commit"
         ) from error
-    except HfHubHTTPError as error:
-        raise FileNotFoundError(f"cannot fetch {what}: {_reason(error)}") from error
-    except transport_error as error:
-        raise FileNotFoundError(f"cannot fetch {what}: {_first_line(error)}; try again") from error
+    except (transport_error, ConnectionError) as error:
+        raise FileNotFoundError(f"cannot {doing}: {_reason(error)}") from error
 
 
-def _reason(error: Any) -> str:
+def _reason(error: BaseException) -> str:
     status = _status(error)
     if status == 401:
         return "the Hub refuses the login (401); log in with `hf auth login` or pass a valid token=…"
+    if status == 403:
+        return "the Hub forbids it (403); pass a token=… with the permission"
     if status == 429:
         return "the Hub asks to slow down (429); try again later, or log in for a higher limit"
     if status >= 500:
         return f"the Hub fails ({status}); try again later"
+    if not isinstance(error, OSError):  # one of the HTTP library alone
+        return f"the way to the Hub fails ({_first_line(error)}); try again"
     return _first_line(error)
 
 
-def _status(error: Any) -> int:
+def _status(error: BaseException) -> int:
     response = getattr(error, "response", None)
     return 0 if response is None else int(response.status_code)
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether the Hub failed in a way that may be over in a moment."""
-    return _status(error) >= 500
+    """Whether the Hub, or the way to it, failed in a way that may be over in a moment."""
+    # The client's HTTP library has had several names, its base of broken connections one.
+    broken = any(cls.__name__ == "NetworkError" for cls in type(error).__mro__)
+    return _status(error) >= 500 or broken or _is_short(error)
+
+
+def _is_short(error: Exception) -> bool:
+    """Whether it is the client's of a file that ended early: an `OSError` which is not the system's."""
+    return type(error) is OSError and error.errno is None
 
 
 def _cached(repo_id: str, filename: str, hub: dict[str, Any]) -> Path | bool | None:
@@ -288,7 +327,7 @@ def exists(name_or_path: str | Path, filename: str, hub: dict[str, Any]) -> bool
     if HF_HUB_OFFLINE or hub.get("local_files_only"):
         return isinstance(_cached(repo_id, filename, hub), Path)
     url = hf_hub_url(repo_id, filename, subfolder=hub.get("subfolder"), revision=hub.get("revision"))
-    with explained(f"{filename} of {repo_id}", hub.get("revision")):
+    with explained(f"look for {filename} of {repo_id}", hub.get("revision")):
         try:
             get_hf_file_metadata(url, token=hub.get("token"))
         except EntryNotFoundError:

@@ -55,7 +55,7 @@ def push(
     from outplace import __version__
 
     api = HfApi(token=token, library_name="outplace", library_version=__version__)
-    with tempfile.TemporaryDirectory(prefix="outplace-") as name, explained(repo_id, revision):
+    with tempfile.TemporaryDirectory(prefix="outplace-") as name, explained(f"upload to {repo_id}", revision):
         folder = Path(name)
         write(folder)
         api.create_repo(repo_id, private=private, exist_ok=True)

@@ -48,7 +48,8 @@ class Reader:
         try:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+            again = "; force_download=True fetches it again" if "snapshots" in path.parts else ""
+            raise CheckpointError(f"{path} is not a whole safetensors file: {error}{again}") from error
 
     def __enter__(self) -> Reader:
         return self

@@ -9,6 +9,7 @@ from .modeling import (
     DebertaModel,
     DebertaPreTrainedModel,
 )
+from .tokenizer import DebertaTokenizer
 
 __all__ = [
     "DebertaConfig",
@@ -18,4 +19,5 @@ __all__ = [
     "DebertaForTokenClassification",
     "DebertaModel",
     "DebertaPreTrainedModel",
+    "DebertaTokenizer",
 ]

@@ -10,6 +10,7 @@ from .modeling import (
     DebertaV2Model,
     DebertaV2PreTrainedModel,
 )
+from .tokenizer import DebertaV2Tokenizer
 
 __all__ = [
     "DebertaV2Config",
@@ -20,4 +21,5 @@ __all__ = [
     "DebertaV2ForTokenClassification",
     "DebertaV2Model",
     "DebertaV2PreTrainedModel",
+    "DebertaV2Tokenizer",
 ]

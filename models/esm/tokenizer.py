@@ -93,6 +93,7 @@ class EsmTokenizer(Tokenizer):
         bos_token: str | None = None,
         model_max_length: int | None = None,
         padding_side: str = "right",
+        truncation_side: str = "right",
         added_tokens_decoder: Mapping[int, AddedToken] | None = None,
     ) -> None:
         tokens = VOCABULARY if vocab_file is None else _read_vocabulary(Path(vocab_file))
@@ -115,6 +116,7 @@ class EsmTokenizer(Tokenizer):
             special,
             model_max_length=model_max_length,
             padding_side=padding_side,
+            truncation_side=truncation_side,
             added_tokens_decoder=added_tokens_decoder,
         )
 
