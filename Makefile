@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow compat compat-test faults parity lint types nano clean
+.PHONY: demo test test-slow compat compat-test faults parity bench-attention lint types nano clean
 
 demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,9 @@ faults: .venv/test  ## what goes wrong with the Hub: its tests, and the table in
 
 parity: .venv/test  ## the table of differences from upstream
 	cd tests && ../$(BIN)/python -m parity
+
+bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream beside ours
+	$(BIN)/python benchmarks/attention.py --out benchmarks/results/attention.json
 
 lint: .venv/lint
 	$(BIN)/ruff check .

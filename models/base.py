@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..weights.loading import LoadReport, load_checkpoint
 from ..weights.renames import Rename
+from .attention.plan import AttentionPlan, choose
 from .config import PretrainedConfig
 from .layers import Checkpointing, LayerStack
 from .outputs import ModelOutput
@@ -54,6 +55,18 @@ class PretrainedModel(nn.Module):
     def option(self, name: str, given: bool | None) -> bool:
         """An argument of a forward pass, or the configuration's where none is given."""
         return bool(getattr(self.config, name) if given is None else given)
+
+    def attention_plan(self, batch: int, length: int, output_attentions: bool | None = None) -> AttentionPlan:
+        """Which attention a forward pass over `batch` sequences of `length` tokens would take here and now.
+
+        Args:
+            output_attentions: the configuration's unless given.
+
+        Raises:
+            ValueError: `config.attn_implementation` names a path that cannot do it.
+        """
+        wanted = self.option("output_attentions", output_attentions)
+        return choose(self.config, batch, length, self.device, wanted)
 
     def returned(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
         """The output as the caller, or else the configuration, wants it."""

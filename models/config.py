@@ -15,7 +15,7 @@ C = TypeVar("C", bound="PretrainedConfig")
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 MAX_JSON_BYTES = 32 << 20
-AttnImplementation = Literal["auto", "eager", "sdpa"]
+AttnImplementation = Literal["auto", "eager", "sdpa", "blockwise", "triton"]
 
 
 @dataclass(kw_only=True)
@@ -78,10 +78,17 @@ class PretrainedConfig:
 
     def validate(self) -> None:
         """Refuse what no model can have. Families add their own."""
+        refused = self.refused_attention()
+        if self.attn_implementation in refused:
+            self._refuse("attn_implementation", refused[self.attn_implementation])
         if self.problem_type == "single_label_classification" and self.num_labels == 1:
             self._refuse(
                 "problem_type", "but there is one label; use num_labels=2 for two classes, or 'regression'"
             )
+
+    def refused_attention(self) -> dict[str, str]:
+        """The values of `attn_implementation` that this model cannot have, and why; families add theirs."""
+        return {"triton": "which has no kernel here"}
 
     def _refuse(self, name: str, why: str) -> typing.NoReturn:
         raise ValueError(f"{type(self).__name__}.{name} is {getattr(self, name)!r}, {why}")

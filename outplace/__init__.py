@@ -35,6 +35,7 @@ _HOMES = {
         "DebertaV2PreTrainedModel",
         "DebertaV2Tokenizer",
     ),
+    "outplace.models.attention.plan": ("AttentionPlan",),
     "outplace.models.esm": (
         "EsmConfig",
         "EsmForMaskedLM",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .automatic import load as load
     from .automatic import load_tokenizer as load_tokenizer
     from .interop import from_transformers as from_transformers
+    from .models.attention.plan import AttentionPlan as AttentionPlan
     from .models.deberta import DebertaConfig as DebertaConfig
     from .models.deberta import DebertaForMaskedLM as DebertaForMaskedLM
     from .models.deberta import DebertaForQuestionAnswering as DebertaForQuestionAnswering

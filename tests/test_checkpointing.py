@@ -60,6 +60,21 @@ def test_gradients_equal_those_without_it(name: str, frozen: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["sdpa", "blockwise"])
+@pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])
+def test_gradients_equal_those_without_it_on_every_path(family: str, path: str, kind: str) -> None:
+    fields = {"attn_implementation": path} | ({"talking_head": False} if family == "Deberta" else {})
+    name = f"{family}ForSequenceClassification"
+    plain, model = tiny.model(name, **fields), tiny.model(name, **fields)
+    model.gradient_checkpointing_enable(**KINDS[kind])
+    expected_loss, expected = gradients(name, plain)
+    loss, found = gradients(name, model)
+    assert torch.equal(loss, expected_loss)
+    for key, gradient in expected.items():
+        assert torch.allclose(found[key], gradient, rtol=1e-5, atol=1e-7), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["Deberta", "DebertaV2", "Esm"])
 def test_what_is_recomputed_is_recomputed_in_training_and_only_there(family: str, kind: str) -> None:
     name = f"{family}ForSequenceClassification"

@@ -61,6 +61,20 @@ def test_it_exports_with_dynamic_batch_and_length(name: str, strict: bool) -> No
         assert torch.allclose(found[0], expected[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("path", ["auto", "sdpa"])
+@pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])
+def test_long_sequences_compile_and_export_where_blocks_would_serve(family: str, path: str) -> None:
+    torch._dynamo.reset()
+    fields = {"max_position_embeddings": 512} | ({"talking_head": False} if family == "Deberta" else {})
+    model = tiny.model(f"{family}Model", **fields, attn_implementation=path)
+    inputs = tiny.inputs(f"{family}Model", 2, 260)
+    expected = model(**inputs)[0]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(**inputs)[0], expected, atol=1e-5)
+    exported = torch.export.export(model, (), inputs).module()
+    assert torch.allclose(exported(**inputs)[0], expected, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Deberta", "DebertaV2", "Esm"])
 def test_the_default_backend_trains_and_predicts_as_eager_at_any_length(family: str) -> None:

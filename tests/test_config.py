@@ -66,7 +66,10 @@ def test_an_unknown_keyword_is_an_error_that_names_the_nearest_field() -> None:
         ("DebertaConfig", {"pos_att_type": "c2q"}, "pos_att_type is .*c2p"),
         ("DebertaConfig", {"pooler_hidden_size": 3}, "pooler_hidden_size is 3.*768"),
         ("DebertaConfig", {"pad_token_id": -1}, "pad_token_id is -1"),
-        ("DebertaConfig", {"attn_implementation": "sdpa"}, "attn_implementation is 'sdpa'"),
+        ("DebertaConfig", {"attn_implementation": "triton"}, "attn_implementation is 'triton'"),
+        ("DebertaConfig", {"attn_implementation": "sdpa", "talking_head": True}, "talking heads mix"),
+        ("DebertaConfig", {"attn_implementation": "blockwise", "talking_head": True}, "talking heads mix"),
+        ("EsmConfig", {"attn_implementation": "blockwise"}, "ESM has none"),
         ("DebertaConfig", {"enhanced_mask_decoder": True}, "enhanced_mask_decoder is True"),
         ("DebertaConfig", {"problem_type": "ranking"}, "problem_type is 'ranking'"),
         (

@@ -92,7 +92,7 @@ def test_a_square_mask_equals_upstreams_encoder(family: str) -> None:
     square = torch.ones(3, 12, 12, dtype=torch.long).tril()
     # Upstream's convolution takes no square mask.
     ours.encoder.conv = theirs.encoder.conv = None
-    states, _ = ours.encoder(hidden, square.bool(), False)
+    states, _ = ours.encoder(hidden, square.bool(), ours.attention_plan(3, 12))
     assert torch.equal(states[-1], theirs.encoder(hidden, square)[0])
 
 

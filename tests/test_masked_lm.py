@@ -86,7 +86,8 @@ def test_the_enhanced_mask_decoder_is_the_originals_formula(family: str, mask: A
     base, ids = model.deberta, tiny.ids()
     below = base(ids, mask, output_hidden_states=True).hidden_states[-2]
     z = below + base.embeddings.position_embeddings.weight[None, :12]
-    rel_embeddings, context = base.encoder.shared(below, None if mask is None else mask.bool(), False)
+    plan = base.attention_plan(3, 12)
+    rel_embeddings, context = base.encoder.shared(below, None if mask is None else mask.bool(), plan, False)
     last = base.encoder.layer[-1]
     for _ in range(2):
         attended, _ = last.attention.self(below, rel_embeddings, z, context)

@@ -76,6 +76,24 @@ def p2c_scores(key: Tensor, pos_query: Tensor, slot: Tensor) -> Tensor:
     return by_slot.gather(-1, slot.t().expand(*by_slot.shape[:-1], -1)).transpose(-1, -2)
 
 
+def position_scores(
+    query: Tensor,
+    key: Tensor,
+    pos_key: Tensor | None,
+    pos_query: Tensor | None,
+    slot: Tensor | None,
+    scale: float,
+) -> Tensor | None:
+    """Both position terms together, [B, H, L, L]; None where there is none. As `eager_attention`."""
+    position = None
+    if pos_key is not None and slot is not None:
+        position = _divide(c2p_scores(query, pos_key, slot), scale)
+    if pos_query is not None and slot is not None:
+        p2c = _divide(p2c_scores(key, pos_query, slot), scale)
+        position = p2c if position is None else position + p2c
+    return position
+
+
 def _times_table(x: Tensor, table: Tensor) -> Tensor:
     """x [B, H, L, D] · tableᵀ [H, R, D] to [B, H, L, R]; in upstream's layout, which rounds alike."""
     return x @ table.expand(x.shape[0], -1, -1, -1).contiguous().transpose(-1, -2)
@@ -109,12 +127,7 @@ def eager_attention(
         context [B, H, L, D] and the attention weights [B, H, L, L], after dropout.
     """
     scores = query @ _divide(key.transpose(-1, -2), scale)
-    position = None
-    if pos_key is not None and slot is not None:
-        position = _divide(c2p_scores(query, pos_key, slot), scale)
-    if pos_query is not None and slot is not None:
-        p2c = _divide(p2c_scores(key, pos_query, slot), scale)
-        position = p2c if position is None else position + p2c
+    position = position_scores(query, key, pos_key, pos_query, slot, scale)
     if position is not None:
         scores = scores + position
     if mix_scores is not None:
@@ -123,6 +136,33 @@ def eager_attention(
     if mix_weights is not None:
         weights = _over_heads(mix_weights, weights)
     return weights @ value, weights
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pos_key: Tensor | None,
+    pos_query: Tensor | None,
+    slot: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """The context of `eager_attention`, by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Position, and what is hidden, go into its mask, a matrix of all pairs.
+    """
+    bias = position_scores(query, key, pos_key, pos_query, slot, scale)
+    if mask is not None:
+        # A query without any key attends uniformly: all its scores are made 0.
+        some = mask.any(-1, keepdim=True)
+        query = query.masked_fill(~some, 0)
+        bias = query.new_zeros(()) if bias is None else bias
+        bias = bias.masked_fill(~mask, -torch.inf).masked_fill(~some, 0)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, dropout_p=dropout, scale=1 / scale
+    )
 
 
 def _divide(x: Tensor, scale: float) -> Tensor:

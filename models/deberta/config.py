@@ -97,11 +97,6 @@ class DisentangledConfig(PretrainedConfig):
             f"whose terms must be of {list(POSITION_TERMS)}",
         )
         self._require(
-            "attn_implementation",
-            self.attn_implementation in ("auto", "eager"),
-            "which knows no disentangled scores; use 'auto' or 'eager'",
-        )
-        self._require(
             "enhanced_mask_decoder",
             not (self.enhanced_mask_decoder and self.position_biased_input),
             "but the decoder adds the positions that position_biased_input has added already",
@@ -140,3 +135,10 @@ class DebertaConfig(DisentangledConfig):
     num_attention_heads: int = 12
     intermediate_size: int = 3072
     talking_head: bool = False
+
+    def refused_attention(self) -> dict[str, str]:
+        refused = super().refused_attention()
+        if self.talking_head:
+            why = "but talking heads mix the scores of all heads, which only 'eager' forms together"
+            refused = refused | {"sdpa": why, "blockwise": why}
+        return refused

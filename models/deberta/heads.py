@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..base import PretrainedModel
 from ..layers import ACTIVATIONS
 from ..losses import cross_entropy, deberta_sequence_loss, span_loss
 from ..outputs import (
@@ -20,11 +19,11 @@ from ..outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from .blocks import Backbone
+from .blocks import Backbone, DisentangledModel
 from .config import DisentangledConfig
 
 
-class WithHead(PretrainedModel):
+class WithHead(DisentangledModel):
     """A backbone, and room for a head."""
 
     backbone: ClassVar[type[Backbone]]

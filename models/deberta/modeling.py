@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA
 from ..attention import disentangled
+from ..attention.dropout import Dropout
 from ..base import PretrainedModel
 from ..layers import LayerStack, at_least_float32
 from . import heads
-from .blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer
+from .blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer, SelfAttention, Tables, attend
 from .config import DebertaConfig
 
 
@@ -39,7 +40,7 @@ class DebertaLayerNorm(nn.Module):
         return self.weight * normalized.to(hidden_states.dtype) + self.bias
 
 
-class DisentangledSelfAttention(nn.Module):
+class DisentangledSelfAttention(SelfAttention):
     """Disentangled self-attention (paper, section 3.1) over one projection of query, key and value.
 
     `in_proj` holds, for each head in turn, its query, key and value rows.
@@ -56,7 +57,7 @@ class DisentangledSelfAttention(nn.Module):
         self.scale = math.sqrt(self.head_dim * (1 + len(config.position_terms)))
         self.pos_proj = self.pos_q_proj = None
         if config.relative_attention:
-            self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+            self.pos_dropout = Dropout(config.hidden_dropout_prob)
             if "c2p" in config.position_terms:
                 self.pos_proj = nn.Linear(width, width, bias=False)
             if "p2c" in config.position_terms:
@@ -81,28 +82,28 @@ class DisentangledSelfAttention(nn.Module):
         query = query + self.heads(self.q_bias[None, None])
         value = value + self.heads(self.v_bias[None, None])
 
-        pos_key = pos_query = None
-        if rel_embeddings is not None:
-            rel_embeddings = self.pos_dropout(rel_embeddings).unsqueeze(0)
-            if self.pos_proj is not None:
-                pos_key = self.heads(self.pos_proj(rel_embeddings))[0]  # [H, R, D]
-            if self.pos_q_proj is not None:
-                pos_query = self.heads(self.pos_q_proj(rel_embeddings))[0] / self.scale
-        attended, weights = disentangled.eager_attention(
+        pos_key, pos_query = self.positions(rel_embeddings, context)
+        return attend(
             query / self.scale,
             key,
             value,
             pos_key,
             pos_query,
-            context.slot,
-            context.mask,
+            context,
             scale=1,
             dropout=self.dropout.p if self.training else 0.0,
             mix_scores=self.head_logits_proj,
             mix_weights=self.head_weights_proj,
         )
-        attended = attended.transpose(1, 2).flatten(2)  # [B, L, E]
-        return attended, weights if context.output_attentions else None
+
+    def project_positions(self, rel_embeddings: Tensor) -> Tables:
+        table = self.pos_dropout(rel_embeddings).unsqueeze(0)
+        pos_key = pos_query = None
+        if self.pos_proj is not None:
+            pos_key = self.heads(self.pos_proj(table))[0]
+        if self.pos_q_proj is not None:
+            pos_query = self.heads(self.pos_q_proj(table))[0] / self.scale
+        return pos_key, pos_query
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value without their biases, [B, H, L, D] each."""
@@ -125,25 +126,14 @@ class DebertaEncoder(Encoder):
     def __init__(self, config: DebertaConfig) -> None:
         super().__init__()
         self.layer = LayerStack(DebertaLayer(config) for _ in range(config.num_hidden_layers))
-        self.max_span = config.relative_span
+        self.span = config.relative_span
         self.rel_embeddings = (
-            nn.Embedding(2 * self.max_span, config.hidden_size) if config.relative_attention else None
+            nn.Embedding(2 * self.span, config.hidden_size) if config.relative_attention else None
         )
+        self.keep_positions = self.may_keep_positions(config)
 
-    def span(self, length: int) -> int:
-        return min(length, self.max_span)
-
-    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        span = self.span(length)
-        rows = torch.arange(self.max_span - span, self.max_span + span, device=device)
-        return self.rel_embeddings(rows)  # type: ignore[no-any-return]
-
-    def slots(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        return disentangled.slots(disentangled.distances(length, device), self.span(length))
+    def slots_of(self, distance: Tensor) -> Tensor:
+        return disentangled.slots(distance, self.span)
 
 
 class DebertaPreTrainedModel(PretrainedModel):

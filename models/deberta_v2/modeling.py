@@ -14,14 +14,25 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA_V2
 from ..attention import disentangled
+from ..attention.dropout import Dropout
+from ..attention.slots import SlotTable
 from ..base import PretrainedModel
 from ..deberta import heads
-from ..deberta.blocks import AttentionContext, Backbone, Embeddings, Encoder, Layer
+from ..deberta.blocks import (
+    AttentionContext,
+    Backbone,
+    Embeddings,
+    Encoder,
+    Layer,
+    SelfAttention,
+    Tables,
+    attend,
+)
 from ..layers import ACTIVATIONS, LayerStack
 from .config import DebertaV2Config
 
 
-class DisentangledSelfAttention(nn.Module):
+class DisentangledSelfAttention(SelfAttention):
     """Disentangled self-attention (paper, section 3.1) with a projection each for query, key and value.
 
     In float32 and float64 the terms are scaled where upstream scales them, so the results are equal
@@ -40,7 +51,7 @@ class DisentangledSelfAttention(nn.Module):
         self.scale = math.sqrt(self.head_dim * (1 + self.c2p + self.p2c))
         self.share_att_key = config.share_att_key
         if config.relative_attention:
-            self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+            self.pos_dropout = Dropout(config.hidden_dropout_prob)
             if self.c2p and not config.share_att_key:
                 self.pos_key_proj = nn.Linear(width, width)
             if self.p2c and not config.share_att_key:
@@ -58,29 +69,15 @@ class DisentangledSelfAttention(nn.Module):
         query = self.heads(self.query_proj(hidden_states if query_states is None else query_states))
         key = self.heads(self.key_proj(hidden_states))
         value = self.heads(self.value_proj(hidden_states))
-        pos_key, pos_query = self.project_positions(rel_embeddings)
+        pos_key, pos_query = self.positions(rel_embeddings, context)
         scale = self.scale
         if query.dtype in (torch.float16, torch.bfloat16):
             query, scale = query / scale, 1.0
             pos_query = None if pos_query is None else pos_query / self.scale
-        attended, weights = disentangled.eager_attention(
-            query,
-            key,
-            value,
-            pos_key,
-            pos_query,
-            context.slot,
-            context.mask,
-            scale,
-            dropout=self.dropout.p if self.training else 0.0,
-        )
-        attended = attended.transpose(1, 2).flatten(2)  # [B, L, E]
-        return attended, weights if context.output_attentions else None
+        dropout = self.dropout.p if self.training else 0.0
+        return attend(query, key, value, pos_key, pos_query, context, scale, dropout)
 
-    def project_positions(self, rel_embeddings: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The relative position table as keys (for c2p) and as queries (for p2c), [H, R, D] each."""
-        if rel_embeddings is None:
-            return None, None
+    def project_positions(self, rel_embeddings: Tensor) -> Tables:
         table = self.pos_dropout(rel_embeddings).unsqueeze(0)
         pos_key = pos_query = None
         if self.c2p:
@@ -110,7 +107,7 @@ class ConvLayer(nn.Module):
             groups=config.conv_groups,
         )
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.conv_act]
 
     def forward(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:
@@ -144,18 +141,14 @@ class DebertaV2Encoder(Encoder):
             if config.normalizes_relative_positions
             else None
         )
+        self.keep_positions = self.may_keep_positions(config)
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
 
-    def relative_embeddings(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        table: Tensor = self.rel_embeddings(torch.arange(2 * self.span, device=device))
-        return table if self.LayerNorm is None else self.LayerNorm(table)
+    def relative_embeddings(self, slots: SlotTable | None) -> Tensor | None:
+        table = super().relative_embeddings(slots)
+        return table if table is None or self.LayerNorm is None else self.LayerNorm(table)
 
-    def slots(self, length: int, device: torch.device) -> Tensor | None:
-        if self.rel_embeddings is None:
-            return None
-        distance = disentangled.distances(length, device)
+    def slots_of(self, distance: Tensor) -> Tensor:
         if self.position_buckets > 0:
             distance = disentangled.log_bucket(
                 distance, self.position_buckets, self.max_distance, self.clamp_relative_positions

@@ -76,6 +76,10 @@ class EsmConfig(PretrainedConfig):
             f"which gives heads of width {self.head_dim}; rotary positions need an even one",
         )
 
+    def refused_attention(self) -> dict[str, str]:
+        why = "which is for relative positions, and ESM has none; torch fuses its attention under 'sdpa'"
+        return super().refused_attention() | {"blockwise": why}
+
     def require_complete(self) -> None:
         """Refuse to build a model from what upstream leaves unset by default."""
         self._require("vocab_size", self.vocab_size is not None, "but a model needs it; ESM-2 has 33")

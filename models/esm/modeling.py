@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...weights.renames import ESM
-from ..attention import dense, masks, transform_is_active
+from ..attention import dense, masks
+from ..attention.plan import choose
 from ..base import PretrainedModel, resolve_input
 from ..layers import Checkpointing, LayerStack, at_least_float32, check_length, run
 from ..losses import cross_entropy, esm_sequence_loss
@@ -396,12 +397,10 @@ class EsmModel(EsmPreTrainedModel):
                 "encoder_hidden_states is not supported: ESM here is an encoder without cross-attention"
             )
         output_attentions = self.option("output_attentions", output_attentions)
-        if output_attentions and self.config.attn_implementation == "sdpa":
-            raise ValueError(
-                "output_attentions needs attn_implementation 'eager' or 'auto': 'sdpa' forms no weights"
-            )
+        batch, length, device = resolve_input(input_ids, inputs_embeds)
+        plan = choose(self.config, batch, length, device, output_attentions)
         states, attentions = self.encode(
-            input_ids, attention_mask, position_ids, inputs_embeds, output_attentions
+            input_ids, attention_mask, position_ids, inputs_embeds, output_attentions, plan.path == "eager"
         )
         output = BaseModelOutputWithPooling(
             last_hidden_state=states[-1],
@@ -418,8 +417,9 @@ class EsmModel(EsmPreTrainedModel):
         position_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         output_attentions: bool,
+        eager: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Embeddings and encoder; see `EsmEncoder.forward`."""
+        """Embeddings and encoder, attention spelt out where `eager`; see `EsmEncoder.forward`."""
         batch, length, device = resolve_input(input_ids, inputs_embeds)
         mask = self.resolve_mask(input_ids, masks.as_bool(attention_mask, batch, length))
         embeddings = self.embeddings(input_ids, masks.token_mask(mask), position_ids, inputs_embeds)
@@ -428,12 +428,6 @@ class EsmModel(EsmPreTrainedModel):
             if position_ids is None:
                 position_ids = torch.arange(length, device=device).unsqueeze(0)
             rotary = self.rotary_embeddings(position_ids)
-        implementation = self.config.attn_implementation
-        eager = (
-            output_attentions
-            or implementation == "eager"
-            or (implementation == "auto" and transform_is_active())
-        )
         context = AttentionContext(
             masks.key_mask(mask), rotary, eager, output_attentions, self.encoder.layer.of_attention
         )
@@ -451,7 +445,7 @@ class EsmModel(EsmPreTrainedModel):
         The same on every attention path, and for a padded sequence the same as for it alone.
         """
         mask = self.resolve_mask(tokens, masks.as_bool(attention_mask, *tokens.shape))
-        _, attentions = self.encode(tokens, mask, None, None, output_attentions=True)
+        _, attentions = self.encode(tokens, mask, None, None, output_attentions=True, eager=True)
         weights = torch.stack(attentions, dim=1)  # [B, layers, H, L, L]
         real = masks.token_mask(mask)
         if real is not None:

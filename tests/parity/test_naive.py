@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 from outplace.models.attention import masks
+from outplace.models.attention.plan import Path
 from outplace.models.deberta.blocks import AttentionContext
 from outplace.models.esm.modeling import AttentionContext as EsmContext
 from torch import Tensor, nn
@@ -74,15 +76,18 @@ def slot(distance: int, span: int) -> int:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("talking_head", [False, True])
+@pytest.mark.parametrize(
+    ("path", "talking_head"), [("eager", True), *((path, False) for path in get_args(Path))]
+)
 @pytest.mark.parametrize("terms", TERMS, ids="|".join)
-def test_deberta_attention_is_the_formula(terms: list[str], talking_head: bool) -> None:
+def test_deberta_attention_is_the_formula(terms: list[str], path: Path, talking_head: bool) -> None:
     config = outplace.DebertaConfig(**RELATIVE, pos_att_type=terms, talking_head=talking_head)
     model = seeded(outplace.DebertaModel(config))
     encoder, attention = model.encoder, model.encoder.layer[0].attention.self
     hidden, width = states(), 6
-    context = AttentionContext(masks.pair_mask(REAL), encoder.slots(LENGTH, hidden.device), False)
-    found, _ = attention(hidden, encoder.relative_embeddings(LENGTH, hidden.device), None, context)
+    slots = encoder.slots(LENGTH, hidden.device)
+    context = AttentionContext(path, REAL, slots)
+    found, _ = attention(hidden, encoder.relative_embeddings(slots), None, context)
 
     heads = (hidden @ attention.in_proj.weight.t()).view(3, LENGTH, 2, 3, width).permute(3, 0, 2, 1, 4)
     query = heads[0] + attention.q_bias.view(2, 1, width)
@@ -135,11 +140,12 @@ def talk(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("path", get_args(Path))
 @pytest.mark.parametrize("terms", TERMS, ids="|".join)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("buckets", "clamp"), [(-1, False), (4, False), (4, True)])
 def test_deberta_v2_attention_is_the_formula(
-    terms: list[str], shared: bool, buckets: int, clamp: bool
+    terms: list[str], path: Path, shared: bool, buckets: int, clamp: bool
 ) -> None:
     config = RELATIVE | {"max_relative_positions": SPAN if buckets < 1 else 8}
     config |= {"pos_att_type": terms, "share_att_key": shared, "position_buckets": buckets}
@@ -148,8 +154,9 @@ def test_deberta_v2_attention_is_the_formula(
     )
     encoder, attention = model.encoder, model.encoder.layer[0].attention.self
     hidden, width = states(), 6
-    context = AttentionContext(masks.pair_mask(REAL), encoder.slots(LENGTH, hidden.device), False)
-    found, _ = attention(hidden, encoder.relative_embeddings(LENGTH, hidden.device), None, context)
+    slots = encoder.slots(LENGTH, hidden.device)
+    context = AttentionContext(path, REAL, slots)
+    found, _ = attention(hidden, encoder.relative_embeddings(slots), None, context)
 
     def project(layer: nn.Linear, x: Tensor) -> Tensor:
         return (x @ layer.weight.t() + layer.bias).unflatten(-1, (2, width))

@@ -1,0 +1,132 @@
+"""DeBERTa-V3 in time and memory, upstream beside ours: `make bench-attention`.
+
+Each figure is of a process of its own, the two libraries in turn; medians of the repeats. The shape is
+deberta-v3-base's with 1,000 words, since the embeddings are the same in both. Memory is the most that the
+first step of a length holds beyond what the process held before it (`VmHWM` - `VmRSS`), after a step over 8
+tokens that makes the gradients and, in ours, the position tables that inference keeps. Time is of the step
+after that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+LIBRARIES = ("transformers", "outplace")
+LENGTHS = (128, 512, 1024, 2048)
+MODES = ("eval", "train")
+CONFIG = {
+    "vocab_size": 1000,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "relative_attention": True,
+    "position_buckets": 256,
+    "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "max_position_embeddings": 512,
+}
+
+
+def resident(field: str) -> int:
+    """A field of this process' memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+def measure(library: str, mode: str, length: int, layers: int) -> dict[str, float]:
+    """Seconds and peak bytes of one step."""
+    import torch
+
+    if library == "outplace":
+        from outplace import DebertaV2Config as Config
+        from outplace import DebertaV2Model as Model
+    else:
+        from transformers import DebertaV2Config as Config  # type: ignore[assignment]
+        from transformers import DebertaV2Model as Model  # type: ignore[assignment]
+    torch.manual_seed(0)
+    model = Model(Config(**CONFIG | {"num_hidden_layers": layers})).train(mode == "train")  # type: ignore[arg-type]
+
+    def step(length: int) -> None:
+        ids = torch.randint(1, 1000, (1, length))
+        mask = torch.ones_like(ids)
+        with torch.set_grad_enabled(mode == "train"):
+            states = model(ids, attention_mask=mask).last_hidden_state
+        if mode == "train":
+            states.mean().backward()
+
+    step(8)
+    # What the allocator has kept of that step must not count as held before.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    step(length)
+    peak, started = resident("VmHWM") - before, time.perf_counter()
+    step(length)
+    return {"seconds": time.perf_counter() - started, "peak": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--measure", nargs=3, metavar=("LIBRARY", "MODE", "LENGTH"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        library, mode, length = args.measure
+        print(json.dumps(measure(library, mode, int(length), args.layers)))
+        return
+    import torch
+    import transformers
+
+    rows = []
+    print("| step | tokens | seconds, upstream | ours | ratio | MB, upstream | ours | ratio |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for mode in args.modes:
+        for length in args.lengths:
+            runs: dict[str, list[dict[str, float]]] = {library: [] for library in LIBRARIES}
+            for _ in range(args.repeats):
+                for library in LIBRARIES:
+                    case = ["--layers", str(args.layers), "--measure", library, mode, str(length)]
+                    command = [sys.executable, *sys.orig_argv[1 : -len(sys.argv)], __file__, *case]
+                    output = subprocess.run(command, check=True, capture_output=True, text=True)
+                    runs[library].append(json.loads(output.stdout.splitlines()[-1]))
+            row: dict[str, Any] = {"mode": mode, "length": length}
+            cells = [mode, f"{length:,}"]
+            for figure, unit in (("seconds", 1.0), ("peak", 1e6)):
+                theirs, mine = (median(run[figure] for run in runs[library]) for library in LIBRARIES)
+                row |= {f"upstream {figure}": theirs, f"our {figure}": mine}
+                cells += [f"{theirs / unit:.2f}", f"{mine / unit:.2f}", f"{theirs / mine:.1f}"]
+            rows.append(row)
+            print("| " + " | ".join(cells) + " |", flush=True)
+    if args.out:
+        environment = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "repeats": args.repeats,
+        }
+        args.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

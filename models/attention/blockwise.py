@@ -1,0 +1,313 @@
+"""Disentangled attention by blocks of queries: exact, and never a matrix of all pairs.
+
+The function is `disentangled.eager_attention`. Scores are formed for some heads and some queries at a
+time, and formed again in backward, so memory grows with the length and not with its square. Keys and
+values go backwards: softmax does not care, and the slots of a block become a view (`SlotTable.block`).
+Where all distances of a block share a slot, as beyond the last bucket, position adds one number to each
+row and one to each column, and nothing is gathered.
+
+B batch, L tokens, H heads, D head width, R rows of the position tables; in a block h heads and m queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dropout import Noise, draw_seed
+from .slots import SlotTable
+
+QUERIES = 256
+"""Queries in a block, at most."""
+BLOCK = 1 << 18
+"""Scores in a block: they stay in the cache. Heads are put together up to it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the blocks of one call have in common; the arguments of `blockwise_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pos_key: Tensor | None
+    pos_query: Tensor | None
+    slots: SlotTable
+    mask: Tensor | None
+    scale: float
+    dropout: float
+    seed: int
+
+    def heads(self) -> Iterator[slice]:
+        """Heads that are computed together."""
+        _, heads, length, _ = self.query.shape
+        together = max(BLOCK // (min(QUERIES, length) * length), 1)
+        return (slice(h, h + together) for h in range(0, heads, together))
+
+    def noise(self) -> Noise | None:
+        return Noise(self.dropout, self.seed) if self.dropout > 0 else None
+
+
+class Keys:
+    """The keys of some heads of one sequence, last one first, and what queries find there."""
+
+    def __init__(self, call: Call, batch: int, heads: slice) -> None:
+        self.slots = call.slots
+        self.key = call.key[batch, heads].flip(-2)  # [h, L, D]
+        self.value = call.value[batch, heads].flip(-2)  # [h, L, D]
+        self.pos_key = None if call.pos_key is None else call.pos_key[heads]  # [h, R, D]
+        self.pos_query = None if call.pos_query is None else call.pos_query[heads] / call.scale
+        self.by_slot = None if self.pos_query is None else self.pos_query @ self.key.transpose(-1, -2)
+        self.mask = None if call.mask is None else call.mask[batch]  # [L] or [L, L], keys in order
+
+    def weights(self, query: Tensor, start: int) -> Tensor:
+        """Attention weights of the queries [h, m, D], scaled, from number `start` on: [h, m, L]."""
+        queries, length = query.shape[1], self.key.shape[1]
+        a, b = self.slots.alike(start, queries)
+        by_slot = None if self.pos_key is None else query @ self.pos_key.transpose(-1, -2)  # [h, m, R]
+        last = self.slots.rows - 1
+        parts = [
+            self._scores(query, by_slot, start, part, slot)
+            for part, slot in ((slice(0, a), 0), (slice(a, b), None), (slice(b, length), last))
+            if part.start < part.stop
+        ]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        hidden = self.hidden(start, queries)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        return torch.softmax(scores, -1)
+
+    def _scores(
+        self, query: Tensor, by_slot: Tensor | None, start: int, part: slice, slot: int | None
+    ) -> Tensor:
+        """Scores of a part of the keys, in which all distances have the one `slot`, unless it is None."""
+        scores = query @ self.key[:, part].transpose(-1, -2)
+        if slot is not None:
+            one = slice(slot, slot + 1)
+            c2p = None if by_slot is None else by_slot[..., one]
+            p2c = None if self.by_slot is None else self.by_slot[:, one, part]
+        else:
+            index = self.index(query, start, part)
+            c2p = None if by_slot is None else by_slot.gather(-1, index)
+            p2c = None if self.by_slot is None else self.by_slot[..., part].gather(-2, index)
+        for position in (c2p, p2c):
+            scores = scores if position is None else scores + position
+        return scores
+
+    def index(self, query: Tensor, start: int, part: slice) -> Tensor:
+        """Slots of a part of the keys, [h, m, keys]."""
+        heads, queries, _ = query.shape
+        slots = self.slots.block(start, queries, part.start, part.stop - part.start)
+        return slots.expand(heads, -1, -1)
+
+    def sum_by_slot(self, d_scores: Tensor, start: int) -> Tensor:
+        """Sums over keys of a block [h, m, L], for each query and slot: [h, m, R]."""
+        (heads, queries, length), others = d_scores.shape, self.slots.rows - 1
+        a, b = self.slots.alike(start, queries)
+        ends = d_scores.new_zeros(heads, queries, self.slots.rows)
+        if b - a < length:
+            low, high = (part.sum(-1, keepdim=True) for part in (d_scores[..., :a], d_scores[..., b:]))
+            ends = F.pad(low, (0, others)) + F.pad(high, (others, 0))
+        return torch.scatter_add(ends, -1, self.index(d_scores, start, slice(a, b)), d_scores[..., a:b])
+
+    def hidden(self, start: int, queries: int) -> Tensor | None:
+        """Which scores are hidden, [m, L]: those of padding keys, and all of a padding query."""
+        if self.mask is None:
+            return None
+        rows = self.mask[start : start + queries]
+        pairs = rows[:, None] & self.mask if self.mask.ndim == 1 else rows
+        return ~pairs.flip(-1)
+
+
+def blockwise_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pos_key: Tensor | None,
+    pos_query: Tensor | None,
+    slots: SlotTable,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Disentangled attention, by blocks.
+
+    Args:
+        query, key, value: [B, H, L, D].
+        pos_key, pos_query: projected position tables [H, R, D], or None where the term is off.
+        slots: which row of them each distance reads.
+        mask: boolean [B, L] (padding keys are hidden, and a padding query attends uniformly) or
+            [B, L, L] (which key each query attends to), or None.
+        scale: what the scores are divided by. Factors are divided before their product, which so stays
+            in range where the score does.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        context [B, L, H, D].
+    """
+    seed = draw_seed() if dropout > 0 else 0
+    context: Tensor = Blockwise.apply(
+        query, key, value, pos_key, pos_query, slots, mask, scale, dropout, seed
+    )
+    return context
+
+
+class Blockwise(torch.autograd.Function):
+    """`blockwise_attention` that keeps its arguments and nothing else."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return attend(Call(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.slots, mask, ctx.scale, ctx.dropout, ctx.seed = inputs
+        ctx.save_for_backward(*tensors, mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, mask = ctx.saved_tensors
+        arguments = (*tensors, ctx.slots, mask, ctx.scale, ctx.dropout, ctx.seed)
+        call = Call(*arguments)
+        nothing = (None,) * (len(arguments) - len(tensors))
+        if not torch.is_grad_enabled():
+            return (*gradients(call, grad), *nothing)
+        # The gradient is to be differentiated itself: then autograd derives it from the forward pass.
+        wanted = [x for x in tensors if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(attend(call), wanted, grad, create_graph=True))
+        return (*(next(found) if x is not None and x.requires_grad else None for x in tensors), *nothing)
+
+
+def attend(call: Call) -> Tensor:
+    """The context [B, L, H, D]."""
+    batch, _, length, _ = call.query.shape
+    noise = call.noise()
+    of_heads = []
+    for heads in call.heads():
+        of_batch = []
+        for b in range(batch):
+            keys = Keys(call, b, heads)
+            of_rows = []
+            for start in range(0, length, QUERIES):
+                query = call.query[b, heads, start : start + QUERIES] / call.scale
+                weights = keys.weights(query, start)
+                if noise is None:
+                    of_rows.append(weights @ keys.value)
+                else:
+                    of_rows.append((weights * noise.keep_mask(weights) @ keys.value) / noise.share)
+            of_batch.append(torch.cat(of_rows, -2).transpose(0, 1))  # [L, h, D]
+        of_heads.append(torch.stack(of_batch))
+    return torch.cat(of_heads, 2)
+
+
+def gradients(call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value, pos_key and pos_query, from that of the context, [B, L, H, D]."""
+    noise = call.noise()
+    of_heads = []
+    for heads in call.heads():
+        of_batch = []
+        of_tables: tuple[Tensor | None, Tensor | None] = (None, None)
+        for b in range(call.query.shape[0]):
+            content, tables = _gradients(call, Keys(call, b, heads), b, heads, grad[b, :, heads], noise)
+            of_batch.append(content)
+            of_tables = (_plus(of_tables[0], tables[0]), _plus(of_tables[1], tables[1]))
+        of_heads.append((*(torch.stack(x) for x in zip(*of_batch, strict=True)), *of_tables))
+    query, key, value, pos_key, pos_query = zip(*of_heads, strict=True)
+    return (
+        *(torch.cat(x, 2).transpose(1, 2) for x in (query, key, value)),
+        *(None if x[0] is None else torch.cat(x) for x in (pos_key, pos_query)),
+    )
+
+
+def _gradients(
+    call: Call, keys: Keys, batch: int, heads: slice, grad: Tensor, noise: Noise | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Gradients of some heads of one sequence: query, key and value [L, h, D], and both tables [h, R, D]."""
+    length = keys.key.shape[1]
+    of_rows = []
+    d_key, d_value = torch.zeros_like(keys.key), torch.zeros_like(keys.value)
+    d_pos_key = None if keys.pos_key is None else torch.zeros_like(keys.pos_key)
+    by_slot = None if keys.by_slot is None else BySlot(torch.zeros_like(keys.by_slot))
+    for start in range(0, length, QUERIES):
+        query = call.query[batch, heads, start : start + QUERIES] / call.scale
+        d_context = grad[start : start + QUERIES].transpose(0, 1)  # [h, m, D]
+        weights = kept = keys.weights(query, start)
+        mask = None
+        if noise is not None:
+            mask = noise.keep_mask(weights)
+            kept, d_context = weights * mask, d_context / noise.share
+        d_value = torch.baddbmm(d_value, kept.transpose(-1, -2), d_context)
+        hidden = keys.hidden(start, query.shape[1])
+        if hidden is not None:
+            # A query without any key has uniform weights, whatever its scores.
+            d_context = d_context.masked_fill(hidden.all(-1, keepdim=True), 0)
+        d_weights = d_context @ keys.value.transpose(-1, -2)
+        if mask is not None:
+            d_weights = d_weights * mask
+        d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        d_query = d_scores @ keys.key
+        d_key = torch.baddbmm(d_key, d_scores.transpose(-1, -2), query)
+        if keys.pos_key is not None and d_pos_key is not None:
+            of_slots = keys.sum_by_slot(d_scores, start)
+            d_query = torch.baddbmm(d_query, of_slots, keys.pos_key)
+            d_pos_key = torch.baddbmm(d_pos_key, of_slots.transpose(-1, -2), query)
+        if by_slot is not None:
+            by_slot = by_slot.plus(keys, d_scores, start)
+        of_rows.append(d_query / call.scale)
+    d_pos_query = None
+    if by_slot is not None and keys.pos_query is not None:
+        d_key = d_key + by_slot.times(keys.pos_query)
+        d_pos_query = by_slot.of_slots(keys.key) / call.scale
+    d_query, d_key, d_value = torch.cat(of_rows, -2), d_key.flip(-2), d_value.flip(-2)
+    return (d_query.transpose(0, 1), d_key.transpose(0, 1), d_value.transpose(0, 1)), (d_pos_key, d_pos_query)
+
+
+def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    if total is None or more is None:
+        return total if more is None else more
+    return total + more
+
+
+@dataclass(frozen=True)
+class BySlot:
+    """Sums over queries of the scores' gradient, for each slot and key.
+
+    Args:
+        band: of the blocks' parts whose distances differ, [h, R, L].
+        low, high: of the parts where all have the first, or the last slot, [h, 1, L]; None where there
+            have been none.
+    """
+
+    band: Tensor
+    low: Tensor | None = None
+    high: Tensor | None = None
+
+    def plus(self, keys: Keys, d_scores: Tensor, start: int) -> BySlot:
+        """With a block [h, m, L] added whose queries begin at `start`."""
+        length, (a, b) = d_scores.shape[-1], keys.slots.alike(start, d_scores.shape[1])
+        index = keys.index(d_scores, start, slice(a, b))
+        middle = torch.scatter_add(self.band[..., a:b], -2, index, d_scores[..., a:b])
+        if b - a < length:
+            middle = torch.cat((self.band[..., :a], middle, self.band[..., b:]), -1)
+        low = F.pad(d_scores[..., :a].sum(-2, keepdim=True), (0, length - a)) if a > 0 else None
+        high = F.pad(d_scores[..., b:].sum(-2, keepdim=True), (b, 0)) if b < length else None
+        return BySlot(middle, _plus(self.low, low), _plus(self.high, high))
+
+    def times(self, table: Tensor) -> Tensor:
+        """The sums times the position table [h, R, D], for each key: [h, L, D]."""
+        total = self.band.transpose(-1, -2) @ table
+        for edge, row in ((self.low, table[:, :1]), (self.high, table[:, -1:])):
+            total = total if edge is None else torch.baddbmm(total, edge.transpose(-1, -2), row)
+        return total
+
+    def of_slots(self, key: Tensor) -> Tensor:
+        """The sums times the keys [h, L, D], for each slot: [h, R, D]."""
+        total, others = self.band @ key, self.band.shape[1] - 1
+        for edge, rows in ((self.low, (0, others)), (self.high, (others, 0))):
+            total = total if edge is None else total + F.pad(edge @ key, (0, 0, *rows))
+        return total
