@@ -56,25 +56,23 @@ class FeedForward(torch.autograd.Function):
         tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:-1]
         if not torch.is_grad_enabled():
-            return (*_gradients(*tensors, ctx.activation, grad, wanted), None)
+            return (*_gradients(tuple(tensors), ctx.activation, grad, wanted), None)
         # The gradient is to be differentiated itself: then autograd derives it from the forward pass.
         inputs = [x for x, want in zip(tensors, wanted, strict=True) if want]
-        output = forward(*tensors, ctx.activation)
+        x, w_in, b_in, w_out, b_out = tensors
+        output = forward(x, w_in, b_in, w_out, b_out, ctx.activation)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
         return (*(next(found) if want else None for want in wanted), None)
 
 
 def _gradients(
-    x: Tensor,
-    w_in: Tensor,
-    b_in: Tensor | None,
-    w_out: Tensor,
-    b_out: Tensor | None,
+    tensors: tuple[Any, ...],
     activation: Activation,
     grad: Tensor,
     wanted: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Gradients of the five tensors, None for those that are not wanted."""
+    x, w_in, b_in, w_out, _ = tensors
     of_rows = []
     total: list[Tensor | None] = [None] * 4
     for part, of_output in zip(x.split(TOKENS), grad.split(TOKENS), strict=True):
