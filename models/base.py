@@ -66,7 +66,7 @@ class PretrainedModel(nn.Module):
             ValueError: `config.attn_implementation` names a path that cannot do it.
         """
         wanted = self.option("output_attentions", output_attentions)
-        return choose(self.config, batch, length, self.device, wanted)
+        return choose(self.config, batch, length, self.device, wanted, self.dtype)
 
     def returned(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
         """The output as the caller, or else the configuration, wants it."""

@@ -88,7 +88,12 @@ class PretrainedConfig:
 
     def refused_attention(self) -> dict[str, str]:
         """The values of `attn_implementation` that this model cannot have, and why; families add theirs."""
-        return {"triton": "which has no kernel here"}
+        return {}
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        raise NotImplementedError
 
     def _refuse(self, name: str, why: str) -> typing.NoReturn:
         raise ValueError(f"{type(self).__name__}.{name} is {getattr(self, name)!r}, {why}")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from . import runs_plainly, transform_is_active
+from . import fused, runs_plainly, transform_is_active
 
 if TYPE_CHECKING:
     from ..config import PretrainedConfig
 
-Path = Literal["eager", "sdpa", "blockwise"]
+Path = Literal["eager", "sdpa", "blockwise", "triton"]
 
 BLOCKWISE_LENGTH = 256
 """From how many tokens on blocks are faster than a matrix of all pairs, on a CPU."""
@@ -23,7 +23,7 @@ class AttentionPlan:
     """The attention that a forward pass takes, and why.
 
     Args:
-        path: "eager", "sdpa" or "blockwise".
+        path: "eager", "sdpa", "blockwise" or "triton".
         reason: a phrase for people.
     """
 
@@ -32,34 +32,60 @@ class AttentionPlan:
 
 
 def choose(
-    config: PretrainedConfig, batch: int, length: int, device: torch.device, output_attentions: bool
+    config: PretrainedConfig,
+    batch: int,
+    length: int,
+    device: torch.device,
+    output_attentions: bool,
+    dtype: torch.dtype = torch.float32,
+    pairs: bool = False,
 ) -> AttentionPlan:
     """The attention of a forward pass over `batch` sequences of `length` tokens.
+
+    Args:
+        dtype: of the model.
+        pairs: whether the mask is of pairs, [B, L, L].
 
     Raises:
         ValueError: `config.attn_implementation` names a path that cannot do it; the message says why.
     """
     asked = config.attn_implementation
     if asked == "auto":
-        return _best(config, batch, length, device, output_attentions)
+        return _best(config, length, device, output_attentions, dtype, pairs)
     obstacle = None
     if asked != "eager" and output_attentions:
         obstacle = (
             f"output_attentions needs attn_implementation 'eager' or 'auto': {asked!r} forms no weights"
         )
-    elif asked == "blockwise" and not runs_plainly(device):
+    elif asked in ("blockwise", "triton") and not runs_plainly(device):
         obstacle = (
-            "attn_implementation 'blockwise' cannot be traced, compiled, exported or transformed; "
+            f"attn_implementation {asked!r} cannot be traced, compiled, exported or transformed; "
             "use 'auto', 'eager' or 'sdpa'"
         )
+    elif asked == "triton":
+        why = _no_triton(config, device, dtype, pairs)
+        obstacle = why and f"attn_implementation 'triton' cannot be taken: {why}"
     if obstacle is not None:
         raise ValueError(obstacle)
-    assert asked != "triton"  # refused by every configuration
     return AttentionPlan(asked, f"attn_implementation is {asked!r}")
 
 
+def _no_triton(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, pairs: bool
+) -> str | None:
+    """Why the kernels cannot serve; None where they can."""
+    if pairs:
+        return "its masks are [B, L], and this one is [B, L, L]"
+    return fused.missing(config.head_dim, dtype, device)
+
+
 def _best(
-    config: PretrainedConfig, batch: int, length: int, device: torch.device, output_attentions: bool
+    config: PretrainedConfig,
+    length: int,
+    device: torch.device,
+    output_attentions: bool,
+    dtype: torch.dtype,
+    pairs: bool,
 ) -> AttentionPlan:
     if output_attentions:
         return AttentionPlan("eager", "attention weights are asked for")
@@ -72,6 +98,12 @@ def _best(
         return AttentionPlan("sdpa", "torch fuses it")
     if not runs_plainly(device):
         return AttentionPlan("eager", "it is traced, compiled, exported or transformed")
+    if device.type == "cuda":
+        why = _no_triton(config, device, dtype, pairs)
+        if why is None:
+            mask = "no mask or one [B, L]"
+            return AttentionPlan("triton", f"Triton is there, heads are {config.head_dim} wide, {mask}")
+        return AttentionPlan("eager", f"no Triton kernels: {why}")
     if device.type != "cpu":
         return AttentionPlan("eager", f"blocks are measured on CPUs only, not on {device.type}")
     if length < BLOCKWISE_LENGTH:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..attention import disentangled, masks, runs_plainly
 from ..attention.blockwise import blockwise_attention
 from ..attention.dropout import Dropout
+from ..attention.fused import triton_attention
 from ..attention.plan import AttentionPlan, Path, choose
 from ..attention.slots import SlotTable
 from ..base import PretrainedModel, resolve_input
@@ -117,7 +118,7 @@ class AttentionContext:
         if self.path == "blockwise":
             # A mask that hides nothing, as tokenizers give of one text, would cost each block a pass.
             self.mask = None if self.mask is None or self.mask.all() else self.mask
-        else:
+        elif self.path != "triton":
             self.pair_mask = masks.pair_mask(self.mask)  # [B, 1, L, L]
             self.pair_slots = None if self.slots is None else self.slots.pairs()  # [L, L]
 
@@ -140,10 +141,10 @@ def attend(
         [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
     """
     tensors = query, key, value, pos_key, pos_query
-    if context.path == "blockwise":
+    if context.path in ("blockwise", "triton"):
+        taken = blockwise_attention if context.path == "blockwise" else triton_attention
         slots = context.slots or SlotTable.of_one(query.shape[2], query.device)
-        attended = blockwise_attention(*tensors, slots, context.mask, scale, dropout)
-        return attended.flatten(2), None
+        return taken(*tensors, slots, context.mask, scale, dropout).flatten(2), None
     pairs = context.pair_slots, context.pair_mask
     if context.path == "sdpa":
         return disentangled.sdpa_attention(*tensors, *pairs, scale, dropout).transpose(1, 2).flatten(2), None
@@ -515,7 +516,8 @@ class Backbone(DisentangledModel):
         mask = masks.as_bool(attention_mask, batch, length)
         output_attentions = self.option("output_attentions", output_attentions)
         output_hidden_states = self.option("output_hidden_states", output_hidden_states)
-        plan = choose(self.config, batch, length, device, output_attentions)
+        pairs = mask is not None and mask.ndim == 3
+        plan = choose(self.config, batch, length, device, output_attentions, self.dtype, pairs)
         embeddings = self.embeddings(
             input_ids, token_type_ids, position_ids, inputs_embeds, masks.token_mask(mask)
         )
@@ -533,7 +535,7 @@ class Backbone(DisentangledModel):
         """The decoder's states [B, L, E], from those before the last layer; see `Encoder`."""
         batch, length, _ = hidden_states.shape
         positions = self.embeddings.positions(length, position_ids, hidden_states.device)
-        plan = choose(self.config, batch, length, hidden_states.device, output_attentions=False)
-        return self.encoder.enhanced_mask_decoder(
-            hidden_states, positions, masks.as_bool(attention_mask, batch, length), plan
-        )
+        mask = masks.as_bool(attention_mask, batch, length)
+        pairs = mask is not None and mask.ndim == 3
+        plan = choose(self.config, batch, length, hidden_states.device, False, hidden_states.dtype, pairs)
+        return self.encoder.enhanced_mask_decoder(hidden_states, positions, mask, plan)

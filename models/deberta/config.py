@@ -140,5 +140,5 @@ class DebertaConfig(DisentangledConfig):
         refused = super().refused_attention()
         if self.talking_head:
             why = "but talking heads mix the scores of all heads, which only 'eager' forms together"
-            refused = refused | {"sdpa": why, "blockwise": why}
+            refused = refused | {"sdpa": why, "blockwise": why, "triton": why}
         return refused

@@ -78,7 +78,7 @@ class EsmConfig(PretrainedConfig):
 
     def refused_attention(self) -> dict[str, str]:
         why = "which is for relative positions, and ESM has none; torch fuses its attention under 'sdpa'"
-        return super().refused_attention() | {"blockwise": why}
+        return super().refused_attention() | {"blockwise": why, "triton": why}
 
     def require_complete(self) -> None:
         """Refuse to build a model from what upstream leaves unset by default."""
