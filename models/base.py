@@ -89,12 +89,12 @@ class PretrainedModel(nn.Module):
         output_attentions: bool,
         needs: Needs | None = None,
     ) -> Layout:
-        """How the tokens of a forward pass lie: in a row where the caller gave one, or where that saves padding.
+        """How the tokens of a forward pass lie: in a row where the caller gave one or that saves padding.
 
         Which cells are padding is read from the mask's values, here and nowhere else, and only where
-        operators run plainly. Under "auto" a batch is packed on a CPU, and with `PackedAttention.serves` on
-        others, where enough of it is padding (`packing.FULL`, `packing.PADDING`), nothing that the model is
-        to return depends on padding, "eager" attention is not asked for, and no hooks watch its modules.
+        operators run plainly. Under "auto" a batch is packed where `may_pack` says so of the device,
+        enough of it is padding (`packing.FULL`, `packing.PADDING`), nothing that is returned for a token
+        or a sequence depends on padding, and no hooks watch the modules, which are to see whole batches.
 
         Args:
             cu_seqlens: where the sequences of a row begin, and its length, [B + 1].
@@ -110,7 +110,7 @@ class PretrainedModel(nn.Module):
         if cu_seqlens is not None:
             return self._given_row(Sequences.of(cu_seqlens, batch, length), input_ids, mask, position_ids)
         padded = Layout(batch, length, mask, position_ids)
-        if pack is False or mask is None or (pack == "auto" and not self._may_pack(device)):
+        if pack is False or mask is None or (pack == "auto" and not self.may_pack(device)):
             return padded
         row: Row | str | None = None
         if mask.ndim == 3:
@@ -137,7 +137,8 @@ class PretrainedModel(nn.Module):
         mask = packed.row(mask) if row.holes else None
         return replace(packed, mask=mask, position_ids=packed.row(position_ids))
 
-    def _may_pack(self, device: torch.device) -> bool:
+    def may_pack(self, device: torch.device) -> bool:
+        """Whether "auto" packs with this configuration on this device."""
         return self.config.attn_implementation != "eager" and device.type == "cpu"
 
     def _given_row(

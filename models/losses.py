@@ -121,7 +121,7 @@ def span_loss(
         start_logits, end_logits: [B, L], or of `sequences` end to end [1, total].
         start, end: token indices [B] or [B, 1], in their sequence.
     """
-    losses = []
+    losses: list[Tensor] = []
     for logits, position in ((start_logits, start), (end_logits, end)):
         length = logits.shape[-1]
         position = position.reshape(-1).clamp(0, length)

@@ -5,14 +5,14 @@ B sequences of at most L tokens, `total` tokens in all, E hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from .attention import masks, runs_plainly
+from .attention import runs_plainly
 
 FULL = 0.9
 """A padded batch of which this share is tokens is left as it is, unless packing is asked for."""
@@ -101,21 +101,13 @@ class Sequences:
         return function(room.index_copy(1, place, x)).index_select(1, place)
 
 
-def split_runs(runs: list[tuple[int, int]], *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """Tensors of a row, [1, H, total, D] or [1, total], as the batches of its runs: [B, H, L, D] or [B, L]."""
-
-    def batches(x: Tensor | None) -> list[Tensor | None]:
-        if x is None:
-            return [None] * len(runs)
-        axis = x.ndim // 2
-        pieces = x.split([count * length for count, length in runs], axis)
-        batched: list[Tensor | None] = [
-            piece.unflatten(axis, run).squeeze(0).transpose(0, axis - 1)
-            for piece, run in zip(pieces, runs, strict=True)
-        ]
-        return batched
-
-    return zip(*map(batches, tensors), strict=True)
+def split_runs(x: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+    """A row, [1, H, total, D] or [1, total], as the batches of its runs, [B, H, L, D] or [B, L]."""
+    axis = x.ndim // 2
+    pieces = x[0].split([count * length for count, length in runs], axis - 1)
+    return [
+        piece.unflatten(axis - 1, run).transpose(0, axis - 1) for piece, run in zip(pieces, runs, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ class Layout:
         if self.mask is not None:
             x = x.masked_fill(~self.mask.view(1, -1, *(1,) * (x.ndim - 2)), fill)
         cells = x.new_full((self.batch * self.length, *x.shape[2:]), fill)
-        return cells.index_copy(0, self.cells, x[0]).unflatten(0, (self.batch, self.length))
+        return cells.index_copy(0, self.cells, x[0]).view(self.batch, self.length, *x.shape[2:])
 
     def all_padded(self, states: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         return None if states is None else tuple(map(self.padded, states))

@@ -158,12 +158,13 @@ def attend(
         [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
     """
     if context.runs is not None:
-        pieces = zip(context.parts, split_runs(context.runs, query, key, value), strict=True)
-        attended = [
-            attend(*content, *part.rows(pos_key, pos_query), part, scale, dropout, mix_scores, mix_weights)[0]
-            for part, content in pieces
-        ]
-        return torch.cat([part.flatten(0, 1) for part in attended]).unsqueeze(0), None
+        content = [split_runs(x, context.runs) for x in (query, key, value)]
+        of_runs: list[Tensor] = []
+        for part, q, k, v in zip(context.parts, *content, strict=True):
+            to_key, to_query = part.rows(pos_key, pos_query)
+            attended, _ = attend(q, k, v, to_key, to_query, part, scale, dropout, mix_scores, mix_weights)
+            of_runs = [*of_runs, attended.flatten(0, 1)]
+        return torch.cat(of_runs).unsqueeze(0), None
     tensors = query, key, value, pos_key, pos_query
     if context.path == "blockwise":
         slots = context.slots or SlotTable.of_one(query.shape[2], query.device)
@@ -398,9 +399,9 @@ class Encoder(nn.Module):
         hidden_states: Tensor,
         mask: Tensor | None,
         plans: Plans,
-        sequences: Sequences | None = None,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
+        sequences: Sequences | None = None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """
         Args:
@@ -413,7 +414,7 @@ class Encoder(nn.Module):
             The output of the last layer, or, where all are asked for, the input and the output of each
             layer, [B, L, E] each; and the attention weights of each layer, [B, H, L, L], where asked for.
         """
-        rel_embeddings, context = self.shared(hidden_states, mask, plans, sequences, output_attentions)
+        rel_embeddings, context = self.shared(hidden_states, mask, plans, output_attentions, sequences)
         states: tuple[Tensor, ...] = (hidden_states,)
         attentions: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layer):
@@ -434,8 +435,8 @@ class Encoder(nn.Module):
         hidden_states: Tensor,
         mask: Tensor | None,
         plans: Plans,
-        sequences: Sequences | None,
         output_attentions: bool,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor | None, AttentionContext]:
         """The work that is the same for every layer, done once."""
         length, device = hidden_states.shape[1], hidden_states.device
@@ -450,9 +451,10 @@ class Encoder(nn.Module):
         else:
             assert sequences is not None
             runs = sequences.runs()
+            of_runs = [None] * len(runs) if mask is None else split_runs(mask, runs)
             parts = tuple(
                 AttentionContext(plan.path, part, None if slots is None else slots.shorter(length))
-                for (_, length), plan, (part,) in zip(runs, plans, split_runs(runs, mask), strict=True)
+                for (_, length), plan, part in zip(runs, plans, of_runs, strict=True)
             )
             context = AttentionContext("eager", None, slots, False, checkpointing, keep, runs, parts)
         if not keep:
@@ -482,9 +484,7 @@ class Encoder(nn.Module):
             hidden_states: states before the last layer, [B, L, E].
             positions: absolute position embeddings, [1 or B, L, E].
         """
-        rel_embeddings, context = self.shared(
-            hidden_states, mask, plans, sequences, output_attentions=False
-        )
+        rel_embeddings, context = self.shared(hidden_states, mask, plans, False, sequences)
         query_states = hidden_states + positions
         for _ in range(2):
             query_states, _ = run(
@@ -590,9 +590,9 @@ class Backbone(DisentangledModel):
             embeddings,
             layout.mask,
             self.plans(layout, embeddings, output_attentions),
-            layout.sequences,
             output_attentions,
             output_hidden_states,
+            layout.sequences,
         )
         states = tuple(map(layout.padded, states))
         output = BaseModelOutput(

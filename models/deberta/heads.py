@@ -48,8 +48,8 @@ class WithHead(DisentangledModel):
         cu_seqlens: Tensor | None,
         pack: Pack | None,
         needs: Needs | None = None,
-    ) -> tuple[Layout, BaseModelOutput]:
-        """How the tokens lie, and the backbone's outputs, which lie so."""
+    ) -> tuple[Layout, Tensor, BaseModelOutput]:
+        """How the tokens lie, and the backbone's last states and outputs, which lie so."""
         layout = self.layout(
             input_ids,
             attention_mask,
@@ -60,7 +60,7 @@ class WithHead(DisentangledModel):
             self.option("output_attentions", output_attentions),
             needs,
         )
-        outputs = self.deberta(
+        outputs: BaseModelOutput = self.deberta(
             layout.row(input_ids),
             layout.attention_mask,
             layout.row(token_type_ids),
@@ -72,7 +72,8 @@ class WithHead(DisentangledModel):
             cu_seqlens=layout.cu_seqlens,
             pack=False,
         )
-        return layout, outputs
+        assert outputs.last_hidden_state is not None
+        return layout, outputs.last_hidden_state, outputs
 
 
 class PredictionTransform(nn.Module):
@@ -198,7 +199,7 @@ class ForMaskedLM(WithHead):
         """`labels`: [B, L] token ids, -100 where no prediction is asked for."""
         output_hidden_states = self.option("output_hidden_states", output_hidden_states)
         decoder = self.config.enhanced_mask_decoder
-        layout, outputs = self.encode(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -210,16 +211,13 @@ class ForMaskedLM(WithHead):
             pack,
             Needs(labels),
         )
-        states = outputs.last_hidden_state
         if decoder:
             assert outputs.hidden_states is not None
-            states = self.deberta.enhanced_mask_decoder(outputs.hidden_states[-2], layout)
+            last = self.deberta.enhanced_mask_decoder(outputs.hidden_states[-2], layout)
         if self.config.legacy:
-            logits = self.cls.predictions(states)
+            logits = self.cls.predictions(last)
         else:
-            logits = self.lm_predictions.lm_head.decode(
-                states, self.deberta.embeddings.word_embeddings.weight
-            )
+            logits = self.lm_predictions.lm_head.decode(last, self.deberta.embeddings.word_embeddings.weight)
         output = MaskedLMOutput(
             loss=None if labels is None else cross_entropy(logits, layout.labels(labels)),
             logits=layout.padded(logits),
@@ -280,7 +278,7 @@ class ForSequenceClassification(WithPooler):
         use_cache: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """`labels`: see `losses.deberta_sequence_loss`."""
-        layout, outputs = self.encode(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -292,7 +290,7 @@ class ForSequenceClassification(WithPooler):
             pack,
             Needs(first=True),
         )
-        logits = self.classify(layout.first(outputs.last_hidden_state))
+        logits = self.classify(layout.first(last))
         output = SequenceClassifierOutput(
             loss=None if labels is None else deberta_sequence_loss(self.config, logits, labels),
             logits=logits,
@@ -328,7 +326,7 @@ class ForTokenClassification(WithHead):
         use_cache: bool | None = None,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
         """`labels`: [B, L] class indices, -100 where a token is not scored."""
-        layout, outputs = self.encode(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -340,7 +338,7 @@ class ForTokenClassification(WithHead):
             pack,
             Needs(labels),
         )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        logits = self.classifier(self.dropout(last))
         output = TokenClassifierOutput(
             loss=None if labels is None else cross_entropy(logits, layout.labels(labels)),
             logits=layout.padded(logits),
@@ -377,11 +375,11 @@ class ForQuestionAnswering(WithHead):
     ) -> QuestionAnsweringModelOutput | tuple[Any, ...]:
         """`start_positions`, `end_positions`: token indices [B] or [B, 1], ignored past the sequence.
 
-        Where padding is not computed its logits are the lowest finite number. A loss is over all cells of a
-        padded row, so with positions a padded batch is not packed; over each sequence's own with `cu_seqlens`.
+        Where padding is not computed its logits are the lowest finite number. A loss is over all cells of
+        a row, so with positions a padded batch is not packed; with `cu_seqlens` it is over each sequence.
         """
         labelled = start_positions is not None and end_positions is not None
-        layout, outputs = self.encode(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -393,7 +391,7 @@ class ForQuestionAnswering(WithHead):
             pack,
             Needs(all="the loss of a span is over all cells of a row" if labelled else None),
         )
-        both = self.qa_outputs(outputs.last_hidden_state)
+        both = self.qa_outputs(last)
         start_logits, end_logits = layout.padded(both, torch.finfo(both.dtype).min).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
@@ -438,7 +436,7 @@ class ForMultipleChoice(WithPooler):
         def flat(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.flatten(0, 1)
 
-        layout, outputs = self.encode(
+        layout, last, outputs = self.encode(
             flat(input_ids),
             flat(attention_mask),
             flat(token_type_ids),
@@ -450,7 +448,7 @@ class ForMultipleChoice(WithPooler):
             pack,
             Needs(first=True),
         )
-        logits = self.classify(layout.first(outputs.last_hidden_state)).view(-1, choices)
+        logits = self.classify(layout.first(last)).view(-1, choices)
         output = MultipleChoiceModelOutput(
             loss=None if labels is None else cross_entropy(logits, labels),
             logits=logits,
