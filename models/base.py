@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 
 from ..weights.loading import LoadReport, load_checkpoint
 from ..weights.renames import Rename
+from .attention import masks, runs_plainly
 from .attention.plan import AttentionPlan, choose
-from .config import PretrainedConfig
+from .config import Pack, PretrainedConfig
 from .layers import Checkpointing, LayerStack
+from .losses import IGNORE
 from .outputs import ModelOutput
+from .packing import Layout, Needs, Row, Sequences, find_row, has_hooks
 
 if TYPE_CHECKING:
     from .tokenization import Tokenizer
@@ -71,6 +75,120 @@ class PretrainedModel(nn.Module):
     def returned(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
         """The output as the caller, or else the configuration, wants it."""
         return output if self.option("return_dict", return_dict) else output.to_tuple()
+
+    # How tokens lie
+
+    def layout(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        pack: Pack | None,
+        output_attentions: bool,
+        needs: Needs | None = None,
+    ) -> Layout:
+        """How the tokens of a forward pass lie: in a row where the caller gave one or that saves padding.
+
+        Which cells are padding is read from the mask's values, here and nowhere else, and only where
+        operators run plainly. Under "auto" a batch is packed where `may_pack` says so of the device,
+        enough of it is padding (`packing.FULL`, `packing.PADDING`), nothing that is returned for a token
+        or a sequence depends on padding, and no hooks watch the modules, which are to see whole batches.
+
+        Args:
+            cu_seqlens: where the sequences of a row begin, and its length, [B + 1].
+            pack: the configuration's unless given. Says nothing where `cu_seqlens` is given.
+            needs: what the model reads of padding.
+
+        Raises:
+            ValueError: a malformed input or mask, or `pack` is True where something stands against it.
+        """
+        batch, length, device = resolve_input(input_ids, inputs_embeds)
+        pack, needs = self.config.pack if pack is None else pack, needs or Needs()
+        mask = self.resolve_mask(input_ids, masks.as_bool(attention_mask, batch, length))
+        if cu_seqlens is not None:
+            return self._given_row(Sequences.of(cu_seqlens, batch, length), input_ids, mask, position_ids)
+        padded = Layout(batch, length, mask, position_ids)
+        if pack is False or mask is None or (pack == "auto" and not self.may_pack(device)):
+            return padded
+        row: Row | str | None = None
+        if mask.ndim == 3:
+            row = "attention_mask [B, L, L] has no padding"
+        elif output_attentions:
+            row = "attention weights are asked for"
+        elif not runs_plainly(device):
+            row = "it is traced, compiled, exported or transformed; cu_seqlens can be given there"
+        elif needs.all is not None:
+            row = needs.all
+        else:
+            counted = [] if needs.labels is None else [needs.labels != IGNORE]
+            if self.counted_token is not None and input_ids is not None:
+                counted = [*counted, torch.as_tensor(input_ids == self.counted_token)]
+            row = find_row(mask, needs.first, counted, asked=pack is True)
+        if isinstance(row, str) and pack is True:
+            raise ValueError(f"pack=True, but {row}")
+        if not isinstance(row, Row) or (pack == "auto" and has_hooks(self, but=_require_grad)):
+            return padded
+        if position_ids is None:
+            position_ids = self.default_positions(input_ids, length, device)
+        sequences = Sequences.of(row.cu_seqlens, 1, row.cells.shape[0])
+        packed = Layout(batch, length, None, None, sequences, row.cells, row.starts)
+        mask = packed.row(mask) if row.holes else None
+        return replace(packed, mask=mask, position_ids=packed.row(position_ids))
+
+    def may_pack(self, device: torch.device) -> bool:
+        """Whether "auto" packs with this configuration on this device."""
+        return self.config.attn_implementation != "eager" and device.type == "cpu"
+
+    def _given_row(
+        self, sequences: Sequences, input_ids: Tensor | None, mask: Tensor | None, position_ids: Tensor | None
+    ) -> Layout:
+        """The layout of a row that the caller gave.
+
+        Raises:
+            ValueError: the mask is not [1, total].
+        """
+        total, starts = sequences.total, sequences.cu_seqlens[:-1]
+        if mask is not None and mask.ndim == 3:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; with cu_seqlens it must be {(1, total)}"
+            )
+        if position_ids is None:
+            position_ids = self.default_positions(input_ids, sequences.longest, starts.device, sequences)
+        if sequences.lengths is None:
+            starts = starts.clamp(max=total - 1)
+        elif mask is not None and mask.all():
+            mask = None
+        return Layout(1, total, mask, position_ids, sequences, starts=starts)
+
+    @property
+    def counted_token(self) -> int | None:
+        """A token that counts on padding too."""
+        return None
+
+    def resolve_mask(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """The mask of an input that came with this one; a family may tell padding by the ids."""
+        return mask
+
+    def default_positions(
+        self,
+        input_ids: Tensor | None,
+        length: int,
+        device: torch.device,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        """Positions unless given, [1 or B, L], or [1, total] of the sequences of a row.
+
+        Args:
+            length: of the longest sequence.
+
+        Raises:
+            ValueError: an absolute position table has fewer rows than that.
+        """
+        if sequences is not None:
+            return sequences.positions()
+        return torch.arange(length, device=device).unsqueeze(0)
 
     # Loading and saving
 

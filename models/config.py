@@ -16,6 +16,7 @@ C = TypeVar("C", bound="PretrainedConfig")
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 MAX_JSON_BYTES = 32 << 20
 AttnImplementation = Literal["auto", "eager", "sdpa", "blockwise", "triton"]
+Pack = Literal["auto"] | bool
 
 
 @dataclass(kw_only=True)
@@ -25,6 +26,9 @@ class PretrainedConfig:
     `num_labels`, `id2label` and `label2id` follow each other: setting one sets the others.
     A key of a checkpoint's `config.json` that is no field is kept as an attribute and saved back;
     a keyword of the constructor that is no field is a mistake.
+
+    Args:
+        pack: whether padded batches are computed without their padding; see `base.PretrainedModel.layout`.
 
     Raises:
         TypeError: a keyword that is no field.
@@ -42,6 +46,7 @@ class PretrainedConfig:
     architectures: list[str] | None = None
     dtype: str | None = None
     attn_implementation: AttnImplementation = "auto"
+    pack: Pack = "auto"
     num_labels: int = None  # type: ignore[assignment]  # 2, unless id2label says otherwise
     id2label: dict[int, str] | None = None
     label2id: dict[str, int] | None = None
@@ -174,10 +179,11 @@ class PretrainedConfig:
         "is the key there", and fails on a null.
         """
         unset = {field.name for field in fields(self) if field.default is None}
+        here = {"attn_implementation", "num_labels"} | ({"pack"} if self.pack == "auto" else set())
         values = {
             name: value
             for name, value in vars(self).items()
-            if not (value is None and name in unset) and name not in ("attn_implementation", "num_labels")
+            if not (value is None and name in unset) and name not in here
         }
         return copy.deepcopy(values) | {"model_type": self.model_type}
 

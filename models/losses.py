@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .config import PretrainedConfig
 from .layers import at_least_float32
+from .packing import Sequences
 
 IGNORE = -100
 """The label that counts for nothing, as in `torch.nn.CrossEntropyLoss`."""
@@ -109,15 +110,25 @@ def _require_one_class_each(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def span_loss(start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor) -> Tensor:
+def span_loss(
+    start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor, sequences: Sequences | None = None
+) -> Tensor:
     """Mean of the cross entropies of a span's first and last token.
 
     A position past the sequence is ignored, a negative one counts as 0: upstream's clamp.
 
     Args:
-        start_logits, end_logits: [B, L].
-        start, end: token indices [B] or [B, 1].
+        start_logits, end_logits: [B, L], or of `sequences` end to end [1, total].
+        start, end: token indices [B] or [B, 1], in their sequence.
     """
-    length = start_logits.shape[-1]
-    start_loss = cross_entropy(start_logits, start.clamp(0, length), ignore=length)
-    return (start_loss + cross_entropy(end_logits, end.clamp(0, length), ignore=length)) / 2
+    losses: list[Tensor] = []
+    for logits, position in ((start_logits, start), (end_logits, end)):
+        length = logits.shape[-1]
+        position = position.reshape(-1).clamp(0, length)
+        if sequences is not None:
+            begins, ends = sequences.cu_seqlens[:-1], sequences.cu_seqlens[1:]
+            own = sequences.indices() == torch.arange(begins.shape[0], device=logits.device)[:, None]
+            logits = logits.masked_fill(~own, torch.finfo(logits.dtype).min)  # [B, total]
+            position = torch.where(begins + position < ends, begins + position, length)
+        losses = [*losses, cross_entropy(logits, position, ignore=length)]
+    return (losses[0] + losses[1]) / 2

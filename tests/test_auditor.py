@@ -587,7 +587,7 @@ MUTATIONS = [
     (
         "esm.modeling",
         "EsmEmbeddings.forward",
-        "embeddings = token_dropout(embeddings, is_mask, real)",
+        "embeddings = token_dropout(embeddings, is_mask, real, sequences)",
         "mask = (input_ids == self.mask_token_id).unsqueeze(-1)",
         "embeddings.masked_fill_(mask, 0.0)",
         ("EsmModel",),
@@ -595,8 +595,8 @@ MUTATIONS = [
     (
         "esm.modeling",
         "EsmEmbeddings.forward",
-        "embeddings = embeddings + self.positions(embeddings, input_ids, position_ids)",
-        "position_embeddings = self.positions(embeddings, input_ids, position_ids)",
+        "embeddings = embeddings + self.position_embeddings(position_ids)",
+        "position_embeddings = self.position_embeddings(position_ids)",
         "embeddings += position_embeddings",
         ("EsmModel",),
     ),

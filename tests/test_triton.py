@@ -39,13 +39,6 @@ def test_the_kernels_under_the_interpreter() -> None:
     run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)], **INTERPRETED)
 
 
-@needs_triton
-def test_the_benchmark_runs_under_the_interpreter(tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
-    run(["benchmarks/attention_cuda.py", "--smoke", "--out", str(out)], **INTERPRETED)
-    assert out.is_file()
-
-
 @pytest.mark.cuda
 @needs_triton
 def test_the_kernels_on_a_device() -> None:

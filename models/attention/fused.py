@@ -1,9 +1,9 @@
 """Disentangled attention in Triton kernels: exact, without a matrix of all pairs, forward and backward.
 
-The function is `disentangled.eager_attention`. Both position terms are first multiplied out by slot, for some
-heads at a time so that the products stay in the cache, and each pair of tokens looks its two numbers up; where
-all distances of a tile share a slot, nothing is looked up. Backward writes the gradients of the scores that
-are in the band of distances told apart by distance, each to a place of its own, and sums the others; two
+The function is `disentangled.eager_attention`. Both position terms are first multiplied out by slot, for
+some heads at a time so that the products stay in the cache, and each pair of tokens looks its two numbers up;
+where all distances of a tile share a slot, nothing is looked up. Backward writes the gradients of the scores
+that are in the band of distances told apart by distance, each to a place of its own, and sums the others; two
 matrix products make the tables' gradients of it. Nothing is added atomically, so results repeat.
 
 Sequences are packed: the tokens of all of them in a row, and where each begins.
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 128
 """The widest head that has blocks."""
 TABLE_BYTES = 32 << 20
-"""Heads are put together as long as what is computed by slot and by distance takes no more: it stays in cache."""
+"""Heads are computed together whose numbers by slot and by distance take no more: so they stay in cache."""
 ALIGNED = 8
 """Rows of gradients by distance are a multiple of this long, for the matrix products after them."""
 
@@ -108,86 +108,54 @@ def triton_attention(
     mask: Tensor | None,
     scale: float,
     dropout: float,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Disentangled attention, by Triton kernels; arguments as `blockwise.blockwise_attention`.
 
     Args:
+        query, key, value: [B, H, L, D], float32, bfloat16 or float16.
+        slots: of L tokens, or of the longest sequence of a row or a longer one.
         mask: boolean [B, L] or None.
+        cu_seqlens: of sequences end to end, [1, H, T, D], that attend within themselves: where each begins,
+            and T; integers [S + 1].
 
     Returns:
         context [B, L, H, D].
 
     Raises:
-        ValueError: a mask [B, L, L], or as `packed_attention`.
+        ValueError: a mask [B, L, L], or the kernels cannot run; the message says what is missing.
     """
-    batch, _, length, _ = query.shape
-    if mask is not None and mask.ndim != 2:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; the Triton kernels take [B, L] alone")
-    starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-    rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    real = None if mask is None else mask.flatten()
-    return _attend(*rows, pos_key, pos_query, slots, starts, real, scale, dropout).unflatten(0, (batch, length))
-
-
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pos_key: Tensor | None,
-    pos_query: Tensor | None,
-    slots: SlotTable,
-    cu_seqlens: Tensor,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """Disentangled attention within each of several sequences, whose tokens are in a row.
-
-    Args:
-        query, key, value: [T, H, D], float32, bfloat16 or float16.
-        pos_key, pos_query: projected position tables [H, R, D], or None where the term is off.
-        slots: which row of them each distance reads, for the longest sequence or a longer one.
-        cu_seqlens: integers [S + 1], where each sequence begins, and T.
-        scale: what the scores are divided by.
-        dropout: probability of dropping an attention weight.
-
-    Returns:
-        context [T, H, D].
-
-    Raises:
-        ValueError: the kernels cannot run; the message says what is missing.
-    """
-    return _attend(
-        query, key, value, pos_key, pos_query, slots, cu_seqlens.to(torch.int32), None, scale, dropout
-    )
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pos_key: Tensor | None,
-    pos_query: Tensor | None,
-    slots: SlotTable,
-    starts: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    dropout: float,
-) -> Tensor:
+    batch, _, length, width = query.shape
     device = query.device
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; the Triton kernels take [B, L] alone"
+        )
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else key.dtype
-    obstacle = missing(query.shape[-1], dtype, device)
+    obstacle = missing(width, dtype, device)
     if obstacle is not None:
         raise ValueError(f"the Triton kernels cannot run: {obstacle}")
-    tensors = [None if x is None else x.to(dtype) for x in (query, key, value, pos_key, pos_query)]
-    seed = draw_seed() if dropout > 0 else 0
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, (batch + 1) * length, length, device=device)
+    content = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value))
+    tables = (None if x is None else x.to(dtype) for x in (pos_key, pos_query))
     # Where all distances have one slot, it is both the first and the last.
     low, high = (x - (slots.length - 1) for x in (slots.low, max(slots.high, slots.low)))
-    by_distance = slots.by_distance.to(torch.int32)
     context, _ = attention(
-        *tensors, by_distance, starts, mask, slots.length, low, high, scale, dropout, seed
+        *content,
+        *tables,
+        slots.by_distance.to(torch.int32),
+        cu_seqlens.to(torch.int32),
+        None if mask is None else mask.flatten(),
+        slots.length,
+        low,
+        high,
+        scale,
+        dropout,
+        draw_seed() if dropout > 0 else 0,
     )
-    return context  # type: ignore[no-any-return]
+    return context.unflatten(0, (batch, length))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -195,13 +163,14 @@ class Call:
     """The arguments of `attention`, and what its kernels are given.
 
     Args:
-        query, key, value, pos_key, pos_query: as `packed_attention`, of one dtype.
+        query, key, value: [T, H, D], of one dtype.
+        pos_key, pos_query: projected position tables [H, R, D], of it too, or None where the term is off.
         by_distance: int32 [2 * length - 1], the slots of the distances 1 - length to length - 1.
         starts: int32 [S + 1].
         mask: boolean [T], or None: padding keys are hidden, and a padding query attends uniformly.
         length: no sequence is longer.
         low, high: distances before `low` read slot 0, those from `high` on slot R - 1.
-        scale, dropout: as `packed_attention`.
+        scale, dropout: as `triton_attention`.
         seed: of dropout.
     """
 
@@ -317,7 +286,7 @@ def forward(whole: Call) -> tuple[Tensor, Tensor]:
 
 
 def gradients(whole: Call, grad: Tensor, context: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value [T, H, D], and of both tables [H, R, D], empty where a term is off."""
+    """Gradients of query, key, value [T, H, D], and of both tables [H, R, D], empty where a term is off."""
     from . import kernels
 
     tokens, heads, width = whole.query.shape
@@ -382,7 +351,7 @@ def _with_positions(
 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """a b / scale, [h, m, n]; divided before it is rounded, so that it stays in range where the result does."""
+    """a b / scale, [h, m, n]; divided before it is rounded, to stay in range where the result does."""
     return torch.baddbmm(a.new_zeros(1, 1, 1), a, b, beta=0, alpha=1 / scale)
 
 
@@ -403,10 +372,13 @@ def padded(width: int) -> int:
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? pos_key, Tensor? pos_query, Tensor by_distance, "
-    "Tensor starts, Tensor? mask, SymInt length, SymInt low, SymInt high, float scale, float dropout, SymInt seed"
+    "Tensor starts, Tensor? mask, SymInt length, SymInt low, SymInt high, float scale, float dropout, "
+    "SymInt seed"
 )
 _FORWARD = f"({_ARGUMENTS}) -> (Tensor, Tensor)"
-_BACKWARD = f"(Tensor grad, Tensor context, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor grad, Tensor context, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 @torch.library.custom_op("outplace::disentangled_attention", mutates_args=(), schema=_FORWARD)
@@ -415,9 +387,7 @@ def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     return forward(Call(*arguments))
 
 
-@torch.library.custom_op(
-    "outplace::disentangled_attention_backward", mutates_args=(), schema=_BACKWARD
-)
+@torch.library.custom_op("outplace::disentangled_attention_backward", mutates_args=(), schema=_BACKWARD)
 def attention_backward(grad: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """`gradients` of a `Call` of these arguments, as an operator of torch."""
     return gradients(Call(*arguments), grad, context, lse)

@@ -85,7 +85,8 @@ def keep(seed, i, j, length, dropout):
 
 @triton.jit
 def key_ranges(first_query, length, count, low, high, M: tl.constexpr, N: tl.constexpr):
-    """Tiles of keys before the first read the last slot with all these queries; from the second on, the first."""
+    """Tiles of keys before the first number read the last slot with all these queries; from the second on,
+    the first slot."""
     tiles = tl.cdiv(count, N)
     last = tl.minimum(tl.maximum(first_query - high + 1, 0) // N, tiles)
     first = tl.minimum(tl.maximum((tl.maximum(first_query + M - low, 0) + N - 1) // N, last), tiles)
@@ -94,7 +95,8 @@ def key_ranges(first_query, length, count, low, high, M: tl.constexpr, N: tl.con
 
 @triton.jit
 def query_ranges(first_key, length, count, low, high, M: tl.constexpr, N: tl.constexpr):
-    """Tiles of queries before the first read the first slot with all these keys; from the second on, the last."""
+    """Tiles of queries before the first number read the first slot with all these keys; from the second on,
+    the last slot."""
     tiles = tl.cdiv(count, M)
     first = tl.minimum(tl.maximum(first_key + low, 0) // M, tiles)
     last = tl.minimum(tl.maximum((tl.maximum(first_key + N - 1 + high, 0) + M - 1) // M, first), tiles)
@@ -265,7 +267,7 @@ def backward_of_queries(
     C2P: tl.constexpr, P2C: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of some queries, by content; of their scores by distance; and what `backward_of_keys` needs."""
+    """Gradients of some queries, by content; of their scores by distance; and `backward_of_keys`' sums."""
     sequence, head = tl.program_id(1), tl.program_id(2)
     first_query = tl.program_id(0) * M
     start = tl.load(CU + sequence)
@@ -318,7 +320,8 @@ def backward_of_queries(
 @triton.jit
 def add_keys_gradient(
     d_k, d_v, of_first, of_last, k, v, Q, GRAD, LSE, DELTA, C, P, SLOTS, MASK, BANDS, start, count,
-    j, j_inside, j_real, q_token, grad_token, scale, length, rows, low, high, columns, dropout, seed, begin, end,
+    j, j_inside, j_real, q_token, grad_token, scale, length, rows, low, high, columns, dropout, seed,
+    begin, end,
     WHERE: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
@@ -385,13 +388,13 @@ def backward_of_keys(
         first, last, tiles = query_ranges(first_key, length, count, low, high, M, N)
         if C2P or P2C:
             d_k, d_v, of_first, of_last = add_keys_gradient(
-                d_k, d_v, of_first, of_last, k, v, Q, GRAD, LSE, DELTA, C, P, SLOTS, MASK, BANDS, start, count,
-                j, j_inside, j_real, q_token, grad_token, scale, length, rows, low, high, columns,
+                d_k, d_v, of_first, of_last, k, v, Q, GRAD, LSE, DELTA, C, P, SLOTS, MASK, BANDS, start,
+                count, j, j_inside, j_real, q_token, grad_token, scale, length, rows, low, high, columns,
                 dropout, stream, 0, first, FIRST, C2P, P2C, MASKED, DROPOUT, PRECISION, WIDTH, PADDED, M,
             )  # fmt: skip
             d_k, d_v, of_first, of_last = add_keys_gradient(
-                d_k, d_v, of_first, of_last, k, v, Q, GRAD, LSE, DELTA, C, P, SLOTS, MASK, BANDS, start, count,
-                j, j_inside, j_real, q_token, grad_token, scale, length, rows, low, high, columns,
+                d_k, d_v, of_first, of_last, k, v, Q, GRAD, LSE, DELTA, C, P, SLOTS, MASK, BANDS, start,
+                count, j, j_inside, j_real, q_token, grad_token, scale, length, rows, low, high, columns,
                 dropout, stream, first, last, BAND, C2P, P2C, MASKED, DROPOUT, PRECISION, WIDTH, PADDED, M,
             )  # fmt: skip
         else:

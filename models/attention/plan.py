@@ -70,9 +70,7 @@ def choose(
     return AttentionPlan(asked, f"attn_implementation is {asked!r}")
 
 
-def _no_triton(
-    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, pairs: bool
-) -> str | None:
+def _no_triton(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, pairs: bool) -> str | None:
     """Why the kernels cannot serve; None where they can."""
     if pairs:
         return "its masks are [B, L], and this one is [B, L, L]"

@@ -60,6 +60,11 @@ class SlotTable:
         """The same, of all rows of the position table."""
         return SlotTable(self.by_distance + self.first, 0, table_rows, 0, self.by_distance.shape[0])
 
+    def shorter(self, length: int) -> SlotTable:
+        """The same of a shorter sequence, a view of this one; its `first` row counts from this one's."""
+        cut = self.length - length
+        return SlotTable.of(self.by_distance[cut : self.by_distance.shape[0] - cut], self.rows)
+
     @property
     def length(self) -> int:
         """L."""

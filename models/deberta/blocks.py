@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from ..attention import disentangled, masks, runs_plainly
 from ..attention.blockwise import blockwise_attention
 from ..attention.dropout import Dropout
-from ..attention.fused import triton_attention
+from ..attention.fused import missing, triton_attention
 from ..attention.plan import AttentionPlan, Path, choose
 from ..attention.slots import SlotTable
-from ..base import PretrainedModel, resolve_input
+from ..base import PretrainedModel
+from ..config import Pack
 from ..feed_forward import feed_forward
 from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
 from ..outputs import BaseModelOutput
+from ..packing import Layout, Sequences, split_runs
 from .config import DisentangledConfig
 
 ROWS = 256
@@ -92,6 +94,10 @@ class Embeddings(nn.Module):
         return self.position_embeddings(position_ids.long())  # type: ignore[no-any-return]
 
 
+Tables = tuple[Tensor | None, Tensor | None]
+"""Projected position tables as keys (c2p) and as queries (p2c): [H, R, D], None where a term is off."""
+
+
 @dataclass
 class AttentionContext:
     """What every layer of one forward pass reads: nothing here needs a gradient.
@@ -104,6 +110,9 @@ class AttentionContext:
         checkpointing: how attention is recomputed by itself, if it is.
         keep_positions: whether each layer keeps its projected position tables for the next pass; the
             relative position table then comes whole, not only the rows in use.
+        runs: of packed rows, how many sequences of which length stand side by side; None of a batch.
+        parts: the contexts of the runs, whose tables' rows count from those in use.
+        cu_seqlens: of packed rows that one kernel takes, where sequences begin, and the end, [B + 1].
     """
 
     path: Path
@@ -112,15 +121,28 @@ class AttentionContext:
     output_attentions: bool = False
     checkpointing: Checkpointing | None = None
     keep_positions: bool = False
+    runs: list[tuple[int, int]] | None = None
+    parts: tuple[AttentionContext, ...] = ()
+    cu_seqlens: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.pair_mask = self.pair_slots = None
+        if self.runs is not None:
+            return
         if self.path == "blockwise":
             # A mask that hides nothing, as tokenizers give of one text, would cost each block a pass.
             self.mask = None if self.mask is None or self.mask.all() else self.mask
         elif self.path != "triton":
             self.pair_mask = masks.pair_mask(self.mask)  # [B, 1, L, L]
             self.pair_slots = None if self.slots is None else self.slots.pairs()  # [L, L]
+
+    def rows(self, *tables: Tensor | None) -> Tables:
+        """The rows that the slots are counted in, of projected position tables."""
+        if self.slots is None:
+            return None, None
+        rows = slice(self.slots.first, self.slots.first + self.slots.rows)
+        pos_key, pos_query = (None if table is None else table[:, rows] for table in tables)
+        return pos_key, pos_query
 
 
 def attend(
@@ -140,11 +162,21 @@ def attend(
     Returns:
         [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
     """
+    if context.runs is not None:
+        content = [split_runs(x, context.runs) for x in (query, key, value)]
+        of_runs: list[Tensor] = []
+        for part, q, k, v in zip(context.parts, *content, strict=True):
+            to_key, to_query = part.rows(pos_key, pos_query)
+            attended, _ = attend(q, k, v, to_key, to_query, part, scale, dropout, mix_scores, mix_weights)
+            of_runs = [*of_runs, attended.flatten(0, 1)]
+        return torch.cat(of_runs).unsqueeze(0), None
     tensors = query, key, value, pos_key, pos_query
     if context.path in ("blockwise", "triton"):
-        taken = blockwise_attention if context.path == "blockwise" else triton_attention
         slots = context.slots or SlotTable.of_one(query.shape[2], query.device)
-        return taken(*tensors, slots, context.mask, scale, dropout).flatten(2), None
+        arguments = *tensors, slots, context.mask, scale, dropout
+        if context.path == "blockwise":
+            return blockwise_attention(*arguments).flatten(2), None
+        return triton_attention(*arguments, context.cu_seqlens).flatten(2), None
     pairs = context.pair_slots, context.pair_mask
     if context.path == "sdpa":
         return disentangled.sdpa_attention(*tensors, *pairs, scale, dropout).transpose(1, 2).flatten(2), None
@@ -152,10 +184,6 @@ def attend(
         *tensors, *pairs, scale, dropout, mix_scores, mix_weights
     )
     return attended.transpose(1, 2).flatten(2), weights if context.output_attentions else None
-
-
-Tables = tuple[Tensor | None, Tensor | None]
-"""Projected position tables as keys (c2p) and as queries (p2c): [H, R, D], None where a term is off."""
 
 
 @dataclass(frozen=True)
@@ -204,12 +232,7 @@ class SelfAttention(nn.Module):
         probe = self.project_positions(rel_embeddings[:1])
         if self.kept is None or not self.kept.hold(rel_embeddings, probe):
             self.kept = KeptPositions(rel_embeddings, probe, self.project_positions(rel_embeddings))
-        first, rows = context.slots.first, context.slots.rows
-        pos_key, pos_query = self.kept.tables
-        return (
-            None if pos_key is None else pos_key[:, first : first + rows],
-            None if pos_query is None else pos_query[:, first : first + rows],
-        )
+        return context.rows(*self.kept.tables)
 
 
 class SelfOutput(nn.Module):
@@ -337,6 +360,10 @@ def _has_hooks(*parts: nn.Module) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
+Plans = AttentionPlan | list[AttentionPlan]
+"""Which attention is taken: by a batch or a whole row, or by each run of a row's sequences."""
+
+
 class Encoder(nn.Module):
     """The layers over one relative position table. A generation says how distances become slots."""
 
@@ -376,7 +403,9 @@ class Encoder(nn.Module):
         rows = torch.arange(slots.first, slots.first + slots.rows, device=slots.by_distance.device)
         return self.rel_embeddings(rows)  # type: ignore[no-any-return]
 
-    def after_first_layer(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:
+    def after_first_layer(
+        self, inputs: Tensor, outputs: Tensor, mask: Tensor | None, sequences: Sequences | None
+    ) -> Tensor:
         """What else becomes of the first layer's output, [B, L, E]."""
         return outputs
 
@@ -384,21 +413,23 @@ class Encoder(nn.Module):
         self,
         hidden_states: Tensor,
         mask: Tensor | None,
-        plan: AttentionPlan,
+        plans: Plans,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
+        sequences: Sequences | None = None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """
         Args:
             hidden_states: [B, L, E].
             mask: boolean [B, L] or [B, L, L], or None.
-            plan: which attention is taken.
+            plans: which attention is taken, by the batch or by each run of the sequences.
+            sequences: those of a row, [1, total, E].
 
         Returns:
             The output of the last layer, or, where all are asked for, the input and the output of each
             layer, [B, L, E] each; and the attention weights of each layer, [B, H, L, L], where asked for.
         """
-        rel_embeddings, context = self.shared(hidden_states, mask, plan, output_attentions)
+        rel_embeddings, context = self.shared(hidden_states, mask, plans, output_attentions, sequences)
         states: tuple[Tensor, ...] = (hidden_states,)
         attentions: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layer):
@@ -406,20 +437,45 @@ class Encoder(nn.Module):
                 self.layer.of_layers, layer, hidden_states, rel_embeddings, context=context
             )
             if index == 0:
-                hidden_states = self.after_first_layer(states[0], hidden_states, masks.token_mask(mask))
+                hidden_states = self.after_first_layer(
+                    states[0], hidden_states, masks.token_mask(mask), sequences
+                )
             states = (*states, hidden_states) if output_hidden_states else (hidden_states,)
             if weights is not None:
                 attentions = (*attentions, weights)
         return states, attentions
 
     def shared(
-        self, hidden_states: Tensor, mask: Tensor | None, plan: AttentionPlan, output_attentions: bool
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        plans: Plans,
+        output_attentions: bool,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor | None, AttentionContext]:
         """The work that is the same for every layer, done once."""
-        slots = self.slots(hidden_states.shape[1], hidden_states.device)
+        length, device = hidden_states.shape[1], hidden_states.device
+        # Whether attention is over all pairs of a row, of which a mask takes those of one sequence.
+        whole = isinstance(plans, AttentionPlan) and plans.path != "triton"
+        slots = self.slots(length if whole or sequences is None else sequences.longest, device)
         keep = self.keep_positions and not (self.training or torch.is_grad_enabled())
-        keep = keep and slots is not None and runs_plainly(hidden_states.device)
-        context = AttentionContext(plan.path, mask, slots, output_attentions, self.layer.of_attention, keep)
+        keep = keep and slots is not None and runs_plainly(device)
+        checkpointing = self.layer.of_attention
+        if isinstance(plans, AttentionPlan):
+            seen = sequences.pairs(mask) if whole and sequences is not None else mask
+            bounds = None if whole or sequences is None else sequences.cu_seqlens
+            context = AttentionContext(
+                plans.path, seen, slots, output_attentions, checkpointing, keep, cu_seqlens=bounds
+            )
+        else:
+            assert sequences is not None
+            runs = sequences.runs()
+            of_runs = [None] * len(runs) if mask is None else split_runs(mask, runs)
+            parts = tuple(
+                AttentionContext(plan.path, part, None if slots is None else slots.shorter(length))
+                for (_, length), plan, part in zip(runs, plans, of_runs, strict=True)
+            )
+            context = AttentionContext("eager", None, slots, False, checkpointing, keep, runs, parts)
         if not keep:
             self.kept_table = None
             return self.relative_embeddings(slots), context
@@ -431,7 +487,12 @@ class Encoder(nn.Module):
         return self.kept_table, context
 
     def enhanced_mask_decoder(
-        self, hidden_states: Tensor, positions: Tensor, mask: Tensor | None, plan: AttentionPlan
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        plans: Plans,
+        sequences: Sequences | None = None,
     ) -> Tensor:
         """Enhanced mask decoder (paper, section 3.2), as the original implements it.
 
@@ -442,7 +503,7 @@ class Encoder(nn.Module):
             hidden_states: states before the last layer, [B, L, E].
             positions: absolute position embeddings, [1 or B, L, E].
         """
-        rel_embeddings, context = self.shared(hidden_states, mask, plan, output_attentions=False)
+        rel_embeddings, context = self.shared(hidden_states, mask, plans, False, sequences)
         query_states = hidden_states + positions
         for _ in range(2):
             query_states, _ = run(
@@ -458,6 +519,28 @@ class Encoder(nn.Module):
 
 class DisentangledModel(PretrainedModel):
     """Base of all DeBERTa models, with or without a head."""
+
+    config: DisentangledConfig
+
+    def may_pack(self, device: torch.device) -> bool:
+        if super().may_pack(device):
+            return True
+        asked = (
+            self.config.attn_implementation in ("auto", "triton")
+            and "triton" not in self.config.refused_attention()
+        )
+        return device.type == "cuda" and asked and missing(self.config.head_dim, self.dtype, device) is None
+
+    def default_positions(
+        self,
+        input_ids: Tensor | None,
+        length: int,
+        device: torch.device,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        if self.config.position_biased_input:
+            check_length(length, self.config.max_position_embeddings, "the absolute position table")
+        return super().default_positions(input_ids, length, device, sequences)
 
     def keep_positions(self, keep: bool = True) -> None:
         """Whether inference keeps each layer's projected position tables from one pass to the next.
@@ -496,6 +579,8 @@ class Backbone(DisentangledModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         use_cache: bool | None = None,
     ) -> BaseModelOutput | tuple[Any, ...]:
         """
@@ -507,21 +592,37 @@ class Backbone(DisentangledModel):
             token_type_ids: [B, L]; ignored by a model without token types.
             position_ids: [B, L], absolute; counted from 0 unless given.
             output_attentions, output_hidden_states, return_dict: the config's unless given.
+            cu_seqlens: of sequences that lie end to end in one row, as all inputs then do, [1, total], and
+                all outputs, [1, total, E]: where each begins, and `total`; integers, [B + 1].
+            pack: whether a padded batch is computed without its padding, the config's unless given; see
+                `layout`. Padding is then zero in what is returned.
             use_cache: ignored.
 
         Raises:
-            ValueError: inputs of wrong shape, both or none of them, or more tokens than absolute positions.
+            ValueError: inputs of wrong shape, both or none of them, more tokens than absolute positions,
+                malformed `cu_seqlens`, or `pack` where it cannot be.
         """
-        batch, length, device = resolve_input(input_ids, inputs_embeds)
-        mask = masks.as_bool(attention_mask, batch, length)
         output_attentions = self.option("output_attentions", output_attentions)
         output_hidden_states = self.option("output_hidden_states", output_hidden_states)
-        pairs = mask is not None and mask.ndim == 3
-        plan = choose(self.config, batch, length, device, output_attentions, self.dtype, pairs)
-        embeddings = self.embeddings(
-            input_ids, token_type_ids, position_ids, inputs_embeds, masks.token_mask(mask)
+        layout = self.layout(
+            input_ids, attention_mask, position_ids, inputs_embeds, cu_seqlens, pack, output_attentions
         )
-        states, attentions = self.encoder(embeddings, mask, plan, output_attentions, output_hidden_states)
+        embeddings = self.embeddings(
+            layout.row(input_ids),
+            layout.row(token_type_ids),
+            layout.position_ids,
+            layout.row(inputs_embeds),
+            masks.token_mask(layout.mask),
+        )
+        states, attentions = self.encoder(
+            embeddings,
+            layout.mask,
+            self.plans(layout, embeddings, output_attentions),
+            output_attentions,
+            output_hidden_states,
+            layout.sequences,
+        )
+        states = tuple(map(layout.padded, states))
         output = BaseModelOutput(
             last_hidden_state=states[-1],
             hidden_states=states if output_hidden_states else None,
@@ -529,13 +630,21 @@ class Backbone(DisentangledModel):
         )
         return self.returned(output, return_dict)
 
-    def enhanced_mask_decoder(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> Tensor:
+    def plans(self, layout: Layout, states: Tensor, output_attentions: bool) -> Plans:
+        """Which attention is taken over states [B, L, E] that lie so."""
+        batch, length, _ = states.shape
+        device, sequences, dtype = states.device, layout.sequences, states.dtype
+        if sequences is None or sequences.lengths is None or output_attentions or not runs_plainly(device):
+            pairs = layout.mask is not None and layout.mask.ndim == 3
+            return choose(self.config, batch, length, device, output_attentions, dtype, pairs)
+        plans = [choose(self.config, *run, device, False, dtype) for run in sequences.runs()]
+        # The kernels take sequences of any lengths at once.
+        return plans[0] if plans and plans[0].path == "triton" else plans
+
+    def enhanced_mask_decoder(self, hidden_states: Tensor, layout: Layout) -> Tensor:
         """The decoder's states [B, L, E], from those before the last layer; see `Encoder`."""
-        batch, length, _ = hidden_states.shape
-        positions = self.embeddings.positions(length, position_ids, hidden_states.device)
-        mask = masks.as_bool(attention_mask, batch, length)
-        pairs = mask is not None and mask.ndim == 3
-        plan = choose(self.config, batch, length, hidden_states.device, False, hidden_states.dtype, pairs)
-        return self.encoder.enhanced_mask_decoder(hidden_states, positions, mask, plan)
+        device, plans = hidden_states.device, self.plans(layout, hidden_states, output_attentions=False)
+        positions = self.embeddings.positions(hidden_states.shape[1], layout.position_ids, device)
+        return self.encoder.enhanced_mask_decoder(
+            hidden_states, positions, layout.mask, plans, layout.sequences
+        )

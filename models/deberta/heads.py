@@ -10,15 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..layers import ACTIVATIONS
+from ..config import Pack
+from ..layers import ACTIVATIONS, check_length
 from ..losses import cross_entropy, deberta_sequence_loss, span_loss
 from ..outputs import (
+    BaseModelOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from ..packing import Layout, Needs, Sequences
 from .blocks import Backbone, DisentangledModel
 from .config import DisentangledConfig
 
@@ -32,6 +35,45 @@ class WithHead(DisentangledModel):
     def __init__(self, config: DisentangledConfig, attn_implementation: str | None = None) -> None:
         super().__init__(config, attn_implementation)
         self.deberta = self.backbone(self.config)
+
+    def encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        output_attentions: bool | None,
+        output_hidden_states: bool | None,
+        cu_seqlens: Tensor | None,
+        pack: Pack | None,
+        needs: Needs | None = None,
+    ) -> tuple[Layout, Tensor, BaseModelOutput]:
+        """How the tokens lie, and the backbone's last states and outputs, which lie so."""
+        layout = self.layout(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            pack,
+            self.option("output_attentions", output_attentions),
+            needs,
+        )
+        outputs: BaseModelOutput = self.deberta(
+            layout.row(input_ids),
+            layout.attention_mask,
+            layout.row(token_type_ids),
+            layout.position_ids,
+            layout.row(inputs_embeds),
+            output_attentions,
+            output_hidden_states,
+            return_dict=True,
+            cu_seqlens=layout.cu_seqlens,
+            pack=False,
+        )
+        assert outputs.last_hidden_state is not None
+        return layout, outputs.last_hidden_state, outputs
 
 
 class PredictionTransform(nn.Module):
@@ -124,6 +166,17 @@ class ForMaskedLM(WithHead):
             ties["cls.predictions.decoder.weight"] = "deberta.embeddings.word_embeddings.weight"
         return ties
 
+    def default_positions(
+        self,
+        input_ids: Tensor | None,
+        length: int,
+        device: torch.device,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        if self.config.enhanced_mask_decoder:
+            check_length(length, self.config.max_position_embeddings, "the absolute position table")
+        return super().default_positions(input_ids, length, device, sequences)
+
     def get_output_embeddings(self) -> nn.Module | None:
         return self.cls.predictions.decoder if self.config.legacy else None
 
@@ -139,12 +192,14 @@ class ForMaskedLM(WithHead):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         use_cache: bool | None = None,
     ) -> MaskedLMOutput | tuple[Any, ...]:
         """`labels`: [B, L] token ids, -100 where no prediction is asked for."""
         output_hidden_states = self.option("output_hidden_states", output_hidden_states)
         decoder = self.config.enhanced_mask_decoder
-        outputs = self.deberta(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -152,23 +207,21 @@ class ForMaskedLM(WithHead):
             inputs_embeds,
             output_attentions,
             output_hidden_states or decoder,
-            return_dict=True,
+            cu_seqlens,
+            pack,
+            Needs(labels),
         )
-        states = outputs.last_hidden_state
         if decoder:
-            states = self.deberta.enhanced_mask_decoder(
-                outputs.hidden_states[-2], attention_mask, position_ids
-            )
+            assert outputs.hidden_states is not None
+            last = self.deberta.enhanced_mask_decoder(outputs.hidden_states[-2], layout)
         if self.config.legacy:
-            logits = self.cls.predictions(states)
+            logits = self.cls.predictions(last)
         else:
-            logits = self.lm_predictions.lm_head.decode(
-                states, self.deberta.embeddings.word_embeddings.weight
-            )
+            logits = self.lm_predictions.lm_head.decode(last, self.deberta.embeddings.word_embeddings.weight)
         output = MaskedLMOutput(
-            loss=None if labels is None else cross_entropy(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states if output_hidden_states else None,
+            loss=None if labels is None else cross_entropy(logits, layout.labels(labels)),
+            logits=layout.padded(logits),
+            hidden_states=layout.all_padded(outputs.hidden_states) if output_hidden_states else None,
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
@@ -220,10 +273,12 @@ class ForSequenceClassification(WithPooler):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         use_cache: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """`labels`: see `losses.deberta_sequence_loss`."""
-        outputs = self.deberta(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -231,13 +286,15 @@ class ForSequenceClassification(WithPooler):
             inputs_embeds,
             output_attentions,
             output_hidden_states,
-            return_dict=True,
+            cu_seqlens,
+            pack,
+            Needs(first=True),
         )
-        logits = self.classify(outputs.last_hidden_state)
+        logits = self.classify(layout.first(last))
         output = SequenceClassifierOutput(
             loss=None if labels is None else deberta_sequence_loss(self.config, logits, labels),
             logits=logits,
-            hidden_states=outputs.hidden_states,
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
@@ -264,10 +321,12 @@ class ForTokenClassification(WithHead):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         use_cache: bool | None = None,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
         """`labels`: [B, L] class indices, -100 where a token is not scored."""
-        outputs = self.deberta(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -275,13 +334,15 @@ class ForTokenClassification(WithHead):
             inputs_embeds,
             output_attentions,
             output_hidden_states,
-            return_dict=True,
+            cu_seqlens,
+            pack,
+            Needs(labels),
         )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        logits = self.classifier(self.dropout(last))
         output = TokenClassifierOutput(
-            loss=None if labels is None else cross_entropy(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
+            loss=None if labels is None else cross_entropy(logits, layout.labels(labels)),
+            logits=layout.padded(logits),
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
@@ -308,10 +369,17 @@ class ForQuestionAnswering(WithHead):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         use_cache: bool | None = None,
     ) -> QuestionAnsweringModelOutput | tuple[Any, ...]:
-        """`start_positions`, `end_positions`: token indices [B] or [B, 1], ignored past the sequence."""
-        outputs = self.deberta(
+        """`start_positions`, `end_positions`: token indices [B] or [B, 1], ignored past the sequence.
+
+        Where padding is not computed its logits are the lowest finite number. A loss is over all cells of
+        a row, so with positions a padded batch is not packed; with `cu_seqlens` it is over each sequence.
+        """
+        labelled = start_positions is not None and end_positions is not None
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -319,17 +387,20 @@ class ForQuestionAnswering(WithHead):
             inputs_embeds,
             output_attentions,
             output_hidden_states,
-            return_dict=True,
+            cu_seqlens,
+            pack,
+            Needs(all="the loss of a span is over all cells of a row" if labelled else None),
         )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        both = self.qa_outputs(last)
+        start_logits, end_logits = layout.padded(both, torch.finfo(both.dtype).min).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = span_loss(start_logits, end_logits, start_positions, end_positions)
+            loss = span_loss(start_logits, end_logits, start_positions, end_positions, layout.sequences)
         output = QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,
             end_logits=end_logits,
-            hidden_states=outputs.hidden_states,
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
@@ -353,6 +424,7 @@ class ForMultipleChoice(WithPooler):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        pack: Pack | None = None,
         use_cache: bool | None = None,
     ) -> MultipleChoiceModelOutput | tuple[Any, ...]:
         """`input_ids` and the like: [B, choices, L]; `labels`: [B], which choice is right."""
@@ -364,7 +436,7 @@ class ForMultipleChoice(WithPooler):
         def flat(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.flatten(0, 1)
 
-        outputs = self.deberta(
+        layout, last, outputs = self.encode(
             flat(input_ids),
             flat(attention_mask),
             flat(token_type_ids),
@@ -372,13 +444,15 @@ class ForMultipleChoice(WithPooler):
             flat(inputs_embeds),
             output_attentions,
             output_hidden_states,
-            return_dict=True,
+            None,
+            pack,
+            Needs(first=True),
         )
-        logits = self.classify(outputs.last_hidden_state).view(-1, choices)
+        logits = self.classify(layout.first(last)).view(-1, choices)
         output = MultipleChoiceModelOutput(
             loss=None if labels is None else cross_entropy(logits, labels),
             logits=logits,
-            hidden_states=outputs.hidden_states,
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)

@@ -29,6 +29,7 @@ from ..deberta.blocks import (
     attend,
 )
 from ..layers import ACTIVATIONS, LayerStack
+from ..packing import Sequences
 from .config import DebertaV2Config
 
 
@@ -110,13 +111,24 @@ class ConvLayer(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.conv_act]
 
-    def forward(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:
-        """`inputs` and `outputs` of the first layer, [B, L, E]; `mask` [B, L] is False on padding."""
-        convolved = self.conv(inputs.transpose(1, 2)).transpose(1, 2).contiguous()
+    def forward(
+        self, inputs: Tensor, outputs: Tensor, mask: Tensor | None, sequences: Sequences | None = None
+    ) -> Tensor:
+        """`inputs` and `outputs` of the first layer, [B, L, E]; `mask` [B, L] is False on padding.
+
+        Those of `sequences` end to end, [1, total, E], do not see each other.
+        """
+        if sequences is None:
+            convolved = self.convolve(inputs)
+        else:
+            convolved = sequences.apart(inputs, self.conv.kernel_size[0] // 2, self.convolve)
         if mask is not None:
             convolved = convolved.masked_fill(~mask.unsqueeze(-1), 0)
         states: Tensor = self.LayerNorm(outputs + self.activation(self.dropout(convolved)))
         return states if mask is None else states * mask.unsqueeze(-1).to(states.dtype)
+
+    def convolve(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2).contiguous()  # type: ignore[no-any-return]
 
 
 class DebertaV2Layer(Layer):
@@ -155,8 +167,10 @@ class DebertaV2Encoder(Encoder):
             )
         return disentangled.slots(distance, self.span)
 
-    def after_first_layer(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:
-        return outputs if self.conv is None else self.conv(inputs, outputs, mask)
+    def after_first_layer(
+        self, inputs: Tensor, outputs: Tensor, mask: Tensor | None, sequences: Sequences | None
+    ) -> Tensor:
+        return outputs if self.conv is None else self.conv(inputs, outputs, mask, sequences)
 
 
 class DebertaV2PreTrainedModel(PretrainedModel):

@@ -6,7 +6,7 @@ B batch, L tokens, H heads, D head width, E hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...weights.renames import ESM
-from ..attention import dense, masks
+from ..attention import dense, masks, runs_plainly
 from ..attention.plan import choose
 from ..base import PretrainedModel, resolve_input
+from ..config import Pack
 from ..layers import Checkpointing, LayerStack, at_least_float32, check_length, run
 from ..losses import cross_entropy, esm_sequence_loss
 from ..outputs import (
@@ -25,13 +26,16 @@ from ..outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from ..packing import Layout, Needs, Sequences, split_runs
 from .config import EsmConfig
 
 TRAINED_MASK_RATIO = 0.15 * 0.8
 """Share of mask tokens in the training of every ESM: 15 % are targets, 80 % of those are masked."""
 
 
-def token_dropout(embeddings: Tensor, is_mask: Tensor | None, real: Tensor | None) -> Tensor:
+def token_dropout(
+    embeddings: Tensor, is_mask: Tensor | None, real: Tensor | None, sequences: Sequences | None = None
+) -> Tensor:
     """Zero the embeddings of mask tokens and scale the others to make up for it.
 
     The factor is (1 - 0.12) / (1 - share of mask tokens), in eval too. A sequence of nothing but
@@ -41,13 +45,20 @@ def token_dropout(embeddings: Tensor, is_mask: Tensor | None, real: Tensor | Non
         embeddings: [B, L, E].
         is_mask: [B, L], or None where no token is one.
         real: [B, L], False on padding, or None.
+        sequences: those of a row, [1, total, E].
     """
     scaled = embeddings * (1 - TRAINED_MASK_RATIO)
     if is_mask is None:
         return scaled
-    lengths = is_mask.shape[1] if real is None else real.sum(-1).clamp(min=1)
-    kept = 1 - is_mask.sum(-1).to(at_least_float32(embeddings.dtype)) / lengths
-    kept = torch.where(kept > 0, kept, 1)[:, None, None]
+    exact = at_least_float32(embeddings.dtype)
+    if sequences is not None:
+        real = torch.ones_like(is_mask) if real is None else real
+        kept = 1 - sequences.sums(is_mask.to(exact)) / sequences.sums(real.to(exact)).clamp(min=1)
+        kept = torch.where(kept > 0, kept, 1)[sequences.indices()][None, :, None]
+    else:
+        lengths = is_mask.shape[1] if real is None else real.sum(-1).clamp(min=1)
+        kept = 1 - is_mask.sum(-1).to(exact) / lengths
+        kept = torch.where(kept > 0, kept, 1)[:, None, None]
     return (scaled.masked_fill(is_mask.unsqueeze(-1), 0) / kept).to(embeddings.dtype)
 
 
@@ -81,39 +92,52 @@ class EsmEmbeddings(nn.Module):
         real: Tensor | None,
         position_ids: Tensor | None,
         inputs_embeds: Tensor | None,
+        sequences: Sequences | None = None,
     ) -> Tensor:
-        """[B, L] ids or [B, L, E] vectors to [B, L, E]. `real` [B, L] is False on padding."""
+        """[B, L] ids or [B, L, E] vectors to [B, L, E]. `real` [B, L] is False on padding.
+
+        With `sequences` they are of a row, [1, total], and have `position_ids`.
+        """
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if self.token_dropout:
             is_mask = None if input_ids is None else torch.as_tensor(input_ids == self.mask_token_id)
-            embeddings = token_dropout(embeddings, is_mask, real)
+            embeddings = token_dropout(embeddings, is_mask, real, sequences)
         if self.position_embeddings is not None:
-            embeddings = embeddings + self.positions(embeddings, input_ids, position_ids)
+            if position_ids is None:
+                position_ids = self.positions(input_ids, embeddings.shape[1], embeddings.device)
+            embeddings = embeddings + self.position_embeddings(position_ids)
         if self.layer_norm is not None:
             embeddings = self.layer_norm(embeddings)
         if real is not None:
             embeddings = embeddings * real.unsqueeze(-1).to(embeddings.dtype)
         return embeddings
 
-    def positions(self, embeddings: Tensor, input_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Rows of the absolute position table, counted from `pad_token_id + 1` over what is no padding.
+    def positions(
+        self,
+        input_ids: Tensor | None,
+        length: int,
+        device: torch.device,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        """Absolute positions, counted from `pad_token_id + 1` over what is no padding; [1 or B, L].
 
         Raises:
-            ValueError: the table has fewer rows than the sequence has tokens.
+            ValueError: the table has fewer rows than the longest sequence, of `length`, has tokens.
         """
         assert self.position_embeddings is not None
         assert self.padding_idx is not None
-        length, first = embeddings.shape[1], self.padding_idx + 1
-        if position_ids is None:
-            check_length(
-                length, self.position_embeddings.num_embeddings - first, "the absolute position table"
-            )
-            if input_ids is None:
-                position_ids = torch.arange(first, first + length, device=embeddings.device).unsqueeze(0)
-            else:
-                real = (input_ids != self.padding_idx).long()
-                position_ids = real.cumsum(1) * real + self.padding_idx
-        return self.position_embeddings(position_ids)  # type: ignore[no-any-return]
+        first = self.padding_idx + 1
+        check_length(length, self.position_embeddings.num_embeddings - first, "the absolute position table")
+        if input_ids is None:
+            if sequences is not None:
+                return sequences.positions() + first
+            return torch.arange(first, first + length, device=device).unsqueeze(0)
+        real = (input_ids != self.padding_idx).long()
+        count = real.cumsum(1)
+        if sequences is not None:
+            before = F.pad(count, (1, 0))[:, sequences.cu_seqlens]
+            count = count - before[:, sequences.indices()]
+        return count * real + self.padding_idx
 
 
 class RotaryEmbedding(nn.Module):
@@ -167,6 +191,8 @@ class AttentionContext:
         eager: whether attention is spelt out, which it is where its weights are wanted.
         output_attentions: whether attention weights are returned.
         checkpointing: how attention is recomputed by itself, if it is.
+        sequences: those of a row, [1, total], where they attend one run of a length after the other; the mask
+            is then [1, total].
     """
 
     mask: Tensor | None
@@ -174,6 +200,33 @@ class AttentionContext:
     eager: bool
     output_attentions: bool
     checkpointing: Checkpointing | None = None
+    sequences: Sequences | None = None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, dropout: float
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over [B, H, L, D] on the path of the context: [B, L, E], and the weights where spelt out."""
+    sequences, weights, tensors = context.sequences, None, (query, key, value)
+    if sequences is not None:
+        serves = dense.varlen_serves(query.device, query.dtype, query.shape[-1], dropout)
+        if serves and context.mask is None and not context.eager:
+            attended = dense.varlen_attention(*tensors, sequences.cu_seqlens, sequences.longest)
+            return attended.transpose(1, 2).flatten(2), None
+        runs = sequences.runs()
+        of_runs = [None] * len(runs) if context.mask is None else split_runs(context.mask, runs)
+        contexts = [replace(context, mask=masks.key_mask(mask), sequences=None) for mask in of_runs]
+        content = (split_runs(x, runs) for x in tensors)
+        parts = [
+            attend(q, k, v, part, dropout)[0].flatten(0, 1)
+            for part, q, k, v in zip(contexts, *content, strict=True)
+        ]
+        return torch.cat(parts).unsqueeze(0), None
+    if context.eager:
+        attended, weights = dense.eager_attention(*tensors, context.mask, dropout)
+    else:
+        attended = dense.sdpa_attention(*tensors, context.mask, dropout)
+    return attended.transpose(1, 2).flatten(2), weights if context.output_attentions else None
 
 
 class EsmSelfAttention(nn.Module):
@@ -194,14 +247,7 @@ class EsmSelfAttention(nn.Module):
         value = self.heads(self.value(hidden_states))
         if context.rotary is not None:
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if context.eager:
-            attended, weights = dense.eager_attention(query, key, value, context.mask, dropout)
-        else:
-            attended = dense.sdpa_attention(query, key, value, context.mask, dropout)
-        attended = attended.transpose(1, 2).flatten(2)  # [B, L, E]
-        return attended, weights if context.output_attentions else None
+        return attend(query, key, value, context, self.dropout if self.training else 0.0)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, L, E] to [B, H, L, D]."""
@@ -339,6 +385,84 @@ class EsmPreTrainedModel(PretrainedModel):
     renames = ESM
     config: EsmConfig
 
+    def may_pack(self, device: torch.device) -> bool:
+        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
+        return super().may_pack(device) or (
+            self.config.attn_implementation != "eager"
+            and dense.varlen_serves(device, self.dtype, self.config.head_dim, dropout)
+        )
+
+    @property
+    def counted_token(self) -> int | None:
+        return self.config.mask_token_id if self.config.token_dropout else None
+
+    def resolve_mask(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """The given mask, or else the one that the padding among the ids tells."""
+        if mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            return input_ids != self.config.pad_token_id
+        return mask
+
+    def default_positions(
+        self,
+        input_ids: Tensor | None,
+        length: int,
+        device: torch.device,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        if self.config.position_embedding_type == "absolute":
+            embeddings: EsmEmbeddings = self.base_model.embeddings  # type: ignore[assignment]
+            return embeddings.positions(input_ids, length, device, sequences)
+        return super().default_positions(input_ids, length, device, sequences)
+
+    def encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        output_attentions: bool | None,
+        output_hidden_states: bool | None,
+        cu_seqlens: Tensor | None,
+        pack: Pack | None,
+        needs: Needs | None = None,
+    ) -> tuple[Layout, Tensor, BaseModelOutputWithPooling]:
+        """Of a model with a head: how tokens lie, and the base model's last states and outputs."""
+        layout = self.layout(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            pack,
+            self.option("output_attentions", output_attentions),
+            needs,
+        )
+        outputs: BaseModelOutputWithPooling = self.base_model(
+            layout.row(input_ids),
+            layout.attention_mask,
+            layout.position_ids,
+            layout.row(inputs_embeds),
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            cu_seqlens=layout.cu_seqlens,
+            pack=False,
+        )
+        assert outputs.last_hidden_state is not None
+        return layout, outputs.last_hidden_state, outputs
+
+
+def refuse_encoder(hidden_states: None, attention_mask: None) -> None:
+    """Refuse what a decoder would attend to.
+
+    Raises:
+        ValueError: there is some.
+    """
+    if hidden_states is not None or attention_mask is not None:
+        raise ValueError(
+            "encoder_hidden_states is not supported: ESM here is an encoder without cross-attention"
+        )
+
 
 class EsmModel(EsmPreTrainedModel):
     """ESM without a head: [B, L] ids to [B, L, E] hidden states.
@@ -372,6 +496,8 @@ class EsmModel(EsmPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
@@ -386,68 +512,80 @@ class EsmModel(EsmPreTrainedModel):
                 `pad_token_id + 1` unless given.
             encoder_hidden_states, encoder_attention_mask: refused; ESM here is an encoder.
             output_attentions, output_hidden_states, return_dict: the config's unless given.
+            cu_seqlens: of sequences that lie end to end in one row, as all inputs then do, [1, total], and
+                all outputs, [1, total, E]: where each begins, and `total`; integers, [B + 1].
+            pack: whether a padded batch is computed without its padding, the config's unless given; see
+                `layout`. Padding is then zero in what is returned.
             token_type_ids, use_cache: ignored.
 
         Raises:
-            ValueError: inputs of wrong shape, both or none of them, more tokens than absolute
-                positions, or attention weights of a path that has none.
+            ValueError: inputs of wrong shape, both or none of them, more tokens than absolute positions,
+                attention weights of a path that has none, malformed `cu_seqlens`, or `pack` where it
+                cannot be.
         """
-        if encoder_hidden_states is not None or encoder_attention_mask is not None:
-            raise ValueError(
-                "encoder_hidden_states is not supported: ESM here is an encoder without cross-attention"
-            )
+        refuse_encoder(encoder_hidden_states, encoder_attention_mask)
         output_attentions = self.option("output_attentions", output_attentions)
-        batch, length, device = resolve_input(input_ids, inputs_embeds)
-        plan = choose(self.config, batch, length, device, output_attentions)
-        states, attentions = self.encode(
-            input_ids, attention_mask, position_ids, inputs_embeds, output_attentions, plan.path == "eager"
+        layout = self.layout(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            pack,
+            output_attentions,
+            Needs(first=self.pooler is not None),
         )
+        ids, vectors = layout.row(input_ids), layout.row(inputs_embeds)
+        plan = choose(self.config, *resolve_input(ids, vectors), output_attentions)
+        states, attentions = self.run_encoder(ids, vectors, layout, output_attentions, plan.path == "eager")
+        pooled = None if self.pooler is None else self.pooler(layout.first(states[-1]))
+        if not self.option("output_hidden_states", output_hidden_states):
+            states = states[-1:]
+        states = tuple(map(layout.padded, states))
         output = BaseModelOutputWithPooling(
             last_hidden_state=states[-1],
-            pooler_output=None if self.pooler is None else self.pooler(states[-1]),
+            pooler_output=pooled,
             hidden_states=states if self.option("output_hidden_states", output_hidden_states) else None,
             attentions=attentions if output_attentions else None,
         )
         return self.returned(output, return_dict)
 
-    def encode(
+    def run_encoder(
         self,
         input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
         inputs_embeds: Tensor | None,
+        layout: Layout,
         output_attentions: bool,
         eager: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Embeddings and encoder, attention spelt out where `eager`; see `EsmEncoder.forward`."""
-        batch, length, device = resolve_input(input_ids, inputs_embeds)
-        mask = self.resolve_mask(input_ids, masks.as_bool(attention_mask, batch, length))
-        embeddings = self.embeddings(input_ids, masks.token_mask(mask), position_ids, inputs_embeds)
+        """Embeddings and encoder of inputs that lie so, attention spelt out where `eager`."""
+        mask, position_ids, sequences = layout.mask, layout.position_ids, layout.sequences
+        real = masks.token_mask(mask)
+        embeddings = self.embeddings(input_ids, real, position_ids, inputs_embeds, sequences)
+        length, device = embeddings.shape[1], embeddings.device
         rotary = None
         if self.rotary_embeddings is not None:
             if position_ids is None:
                 position_ids = torch.arange(length, device=device).unsqueeze(0)
             rotary = self.rotary_embeddings(position_ids)
+        if sequences is None:
+            mask = masks.key_mask(mask)
+        elif output_attentions or sequences.lengths is None or not runs_plainly(device):
+            mask, sequences = masks.key_mask(sequences.pairs(mask)), None
         context = AttentionContext(
-            masks.key_mask(mask), rotary, eager, output_attentions, self.encoder.layer.of_attention
+            mask, rotary, eager, output_attentions, self.encoder.layer.of_attention, sequences
         )
         return self.encoder(embeddings, context)  # type: ignore[no-any-return]
-
-    def resolve_mask(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """The given mask, or else the one that the padding among the ids tells."""
-        if mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            return input_ids != self.config.pad_token_id
-        return mask
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Probability that two residues touch, from attention: ids [B, L] to [B, L - 2, L - 2].
 
         The same on every attention path, and for a padded sequence the same as for it alone.
         """
-        mask = self.resolve_mask(tokens, masks.as_bool(attention_mask, *tokens.shape))
-        _, attentions = self.encode(tokens, mask, None, None, output_attentions=True, eager=True)
+        layout = self.layout(tokens, attention_mask, None, None, None, False, output_attentions=True)
+        _, attentions = self.run_encoder(tokens, None, layout, output_attentions=True, eager=True)
         weights = torch.stack(attentions, dim=1)  # [B, layers, H, L, L]
-        real = masks.token_mask(mask)
+        real = masks.token_mask(layout.mask)
         if real is not None:
             pairs = (real[:, :, None] & real[:, None, :])[:, None, None]
             weights = weights * pairs.to(weights.dtype)
@@ -503,26 +641,29 @@ class EsmForMaskedLM(EsmPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> MaskedLMOutput | tuple[Any, ...]:
         """As `EsmModel.forward`. `labels`: [B, L] token ids, -100 where no prediction is asked for."""
-        outputs = self.esm(
+        refuse_encoder(encoder_hidden_states, encoder_attention_mask)
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             position_ids,
             inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
+            output_attentions,
+            output_hidden_states,
+            cu_seqlens,
+            pack,
+            Needs(labels),
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        logits = self.lm_head(last)
         output = MaskedLMOutput(
-            loss=None if labels is None else cross_entropy(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
+            loss=None if labels is None else cross_entropy(logits, layout.labels(labels)),
+            logits=layout.padded(logits),
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
@@ -566,24 +707,28 @@ class EsmForSequenceClassification(EsmPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """As `EsmModel.forward`. `labels`: see `losses.esm_sequence_loss`."""
-        outputs = self.esm(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             position_ids,
             inputs_embeds,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
+            output_attentions,
+            output_hidden_states,
+            cu_seqlens,
+            pack,
+            Needs(first=True),
         )
-        logits = self.classifier(outputs.last_hidden_state)
+        logits = self.classifier(layout.first(last))
         output = SequenceClassifierOutput(
             loss=None if labels is None else esm_sequence_loss(self.config, logits, labels),
             logits=logits,
-            hidden_states=outputs.hidden_states,
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
@@ -610,24 +755,28 @@ class EsmForTokenClassification(EsmPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        pack: Pack | None = None,
         token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
         """As `EsmModel.forward`. `labels`: [B, L] class indices, -100 where a residue is not scored."""
-        outputs = self.esm(
+        layout, last, outputs = self.encode(
             input_ids,
             attention_mask,
             position_ids,
             inputs_embeds,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
+            output_attentions,
+            output_hidden_states,
+            cu_seqlens,
+            pack,
+            Needs(labels),
         )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        logits = self.classifier(self.dropout(last))
         output = TokenClassifierOutput(
-            loss=None if labels is None else cross_entropy(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
+            loss=None if labels is None else cross_entropy(logits, layout.labels(labels)),
+            logits=layout.padded(logits),
+            hidden_states=layout.all_padded(outputs.hidden_states),
             attentions=outputs.attentions,
         )
         return self.returned(output, return_dict)
