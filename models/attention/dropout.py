@@ -1,9 +1,14 @@
-"""Dropout that can be drawn again: attention weights that are recomputed must lose the same entries."""
+"""Dropout that can be drawn again: what is recomputed, or masked in backward, loses the same entries."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import runs_plainly
 
 LEVELS = 1 << 16
 """Random numbers have 16 bits; the probability of keeping an entry is rounded to as many."""
@@ -60,3 +65,35 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 def _int32(x: int) -> int:
     """The last 32 bits of x, signed."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+class Dropout(nn.Dropout):
+    """Dropout that on a CPU keeps a seed for backward, where torch keeps a mask as large as its input.
+
+    On other devices torch's mask has a byte an entry, and is drawn in one kernel.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not 0 < self.p < 1:
+            return F.dropout(x, self.p, self.training)
+        if x.device.type != "cpu" or not runs_plainly(x.device):
+            return F.dropout(x, self.p)
+        dropped: Tensor = DrawnAgain.apply(x, self.p, draw_seed())
+        return dropped
+
+
+class DrawnAgain(torch.autograd.Function):
+    """Dropout by `Noise`. It is linear, so its gradient is the same of the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, dropout: float, seed: int) -> Tensor:
+        noise = Noise(dropout, seed)
+        return x * noise.keep_mask(x) / noise.share
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.dropout, ctx.seed = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return DrawnAgain.apply(grad, ctx.dropout, ctx.seed), None, None

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ..attention import disentangled, masks, runs_plainly
 from ..attention.blockwise import blockwise_attention
+from ..attention.dropout import Dropout
 from ..attention.plan import AttentionPlan, Path, choose
 from ..attention.slots import SlotTable
 from ..base import PretrainedModel, resolve_input
+from ..feed_forward import feed_forward
 from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
 from ..outputs import BaseModelOutput
 from .config import DisentangledConfig
@@ -50,7 +52,7 @@ class Embeddings(nn.Module):
             nn.Linear(width, config.hidden_size, bias=False) if width != config.hidden_size else None
         )
         self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(
         self,
@@ -216,7 +218,7 @@ class SelfOutput(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, context: Tensor, residual: Tensor) -> Tensor:
         return self.LayerNorm(self.dropout(self.dense(context)) + residual)  # type: ignore[no-any-return]
@@ -262,10 +264,14 @@ class Output(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
         self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, intermediate: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(intermediate)) + residual)  # type: ignore[no-any-return]
+        return self.add(self.dense(intermediate), residual)
+
+    def add(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        """What comes after the projection."""
+        return self.LayerNorm(self.dropout(hidden_states) + residual)  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -298,21 +304,25 @@ class Layer(nn.Module):
         return self.feed_forward(attended), weights
 
     def feed_forward(self, attended: Tensor) -> Tensor:
-        """The feed-forward network, [B, L, E]; some rows at a time where nothing is kept for backward.
+        """The feed-forward network, [B, L, E]; for many tokens a part at a time.
 
-        Not so where a module of it has hooks, which are to see the whole.
+        Not so where a module of it has hooks, which are to see the whole, or is not the plain one.
         """
         batch, length, _ = attended.shape
-        if (
-            not runs_plainly(attended.device)
-            or batch * length <= ROWS
-            or torch.is_grad_enabled()
-            or self.training
-            or _has_hooks(self.intermediate, self.output)
-        ):
-            return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
-        rows = [self.output(self.intermediate(part), part) for part in attended.flatten(0, 1).split(ROWS)]
-        return torch.cat(rows).view(batch, length, -1)
+        inner, outer = self.intermediate, self.output
+        if batch * length <= ROWS or not runs_plainly(attended.device) or _has_hooks(inner, outer):
+            return outer(inner(attended), attended)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled() and not self.training:
+            rows = [outer(inner(part), part) for part in attended.flatten(0, 1).split(ROWS)]
+            return torch.cat(rows).view(batch, length, -1)
+        if not _are_plain(inner.dense, outer.dense) or torch.is_autocast_enabled(attended.device.type):
+            return outer(inner(attended), attended)  # type: ignore[no-any-return]
+        parameters = inner.dense.weight, inner.dense.bias, outer.dense.weight, outer.dense.bias
+        return outer.add(feed_forward(attended, *parameters, inner.activation), attended)
+
+
+def _are_plain(*layers: nn.Module) -> bool:
+    return all(type(layer) is nn.Linear for layer in layers)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA
 from ..attention import disentangled
+from ..attention.dropout import Dropout
 from ..base import PretrainedModel
 from ..layers import LayerStack, at_least_float32
 from . import heads
@@ -56,7 +57,7 @@ class DisentangledSelfAttention(SelfAttention):
         self.scale = math.sqrt(self.head_dim * (1 + len(config.position_terms)))
         self.pos_proj = self.pos_q_proj = None
         if config.relative_attention:
-            self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+            self.pos_dropout = Dropout(config.hidden_dropout_prob)
             if "c2p" in config.position_terms:
                 self.pos_proj = nn.Linear(width, width, bias=False)
             if "p2c" in config.position_terms:

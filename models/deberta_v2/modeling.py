@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA_V2
 from ..attention import disentangled
+from ..attention.dropout import Dropout
 from ..attention.slots import SlotTable
 from ..base import PretrainedModel
 from ..deberta import heads
@@ -50,7 +51,7 @@ class DisentangledSelfAttention(SelfAttention):
         self.scale = math.sqrt(self.head_dim * (1 + self.c2p + self.p2c))
         self.share_att_key = config.share_att_key
         if config.relative_attention:
-            self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+            self.pos_dropout = Dropout(config.hidden_dropout_prob)
             if self.c2p and not config.share_att_key:
                 self.pos_key_proj = nn.Linear(width, width)
             if self.p2c and not config.share_att_key:
@@ -106,7 +107,7 @@ class ConvLayer(nn.Module):
             groups=config.conv_groups,
         )
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.conv_act]
 
     def forward(self, inputs: Tensor, outputs: Tensor, mask: Tensor | None) -> Tensor:

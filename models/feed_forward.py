@@ -1,0 +1,94 @@
+"""The feed-forward network of a layer for training: exact, and keeping nothing between forward and backward
+but its input. Its inner states, the widest of a layer, are formed again in backward, some tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+TOKENS = 512
+"""Tokens whose inner states exist together."""
+
+
+def feed_forward(
+    hidden_states: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor | None,
+    weight_out: Tensor,
+    bias_out: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    """activation(x · weight_inᵀ + bias_in) · weight_outᵀ + bias_out, of hidden states [..., E]."""
+    parameters = weight_in, bias_in, weight_out, bias_out
+    rows: Tensor = FeedForward.apply(hidden_states.flatten(0, -2), *parameters, activation)
+    return rows.view(*hidden_states.shape[:-1], -1)
+
+
+def forward(
+    x: Tensor, w_in: Tensor, b_in: Tensor | None, w_out: Tensor, b_out: Tensor | None, activation: Activation
+) -> Tensor:
+    """`feed_forward` of rows [N, E]."""
+    parts = [F.linear(activation(F.linear(part, w_in, b_in)), w_out, b_out) for part in x.split(TOKENS)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class FeedForward(torch.autograd.Function):
+    """`forward` that keeps its arguments and nothing else."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.activation = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:-1]
+        if not torch.is_grad_enabled():
+            return (*_gradients(tuple(tensors), ctx.activation, grad, wanted), None)
+        # The gradient is to be differentiated itself: then autograd derives it from the forward pass.
+        inputs = [x for x, want in zip(tensors, wanted, strict=True) if want]
+        x, w_in, b_in, w_out, b_out = tensors
+        output = forward(x, w_in, b_in, w_out, b_out, ctx.activation)
+        found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
+        return (*(next(found) if want else None for want in wanted), None)
+
+
+def _gradients(
+    tensors: tuple[Any, ...],
+    activation: Activation,
+    grad: Tensor,
+    wanted: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Gradients of the five tensors, None for those that are not wanted."""
+    x, w_in, b_in, w_out, _ = tensors
+    of_rows = []
+    total: list[Tensor | None] = [None] * 4
+    for part, of_output in zip(x.split(TOKENS), grad.split(TOKENS), strict=True):
+        with torch.enable_grad():
+            before = F.linear(part, w_in, b_in).detach().requires_grad_()
+            after = activation(before)
+        (of_before,) = torch.autograd.grad(after, before, of_output @ w_out)
+        made = (
+            of_before.t() @ part if wanted[1] else None,
+            of_before.sum(0) if wanted[2] else None,
+            of_output.t() @ after.detach() if wanted[3] else None,
+            of_output.sum(0) if wanted[4] else None,
+        )
+        total = [
+            new if old is None or new is None else old + new for old, new in zip(total, made, strict=True)
+        ]
+        of_rows.append(of_before @ w_in if wanted[0] else None)
+    rows = [row for row in of_rows if row is not None]
+    return [torch.cat(rows) if rows else None, *total]
