@@ -56,16 +56,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive at once, and what they were."""
+    """The most bytes that were alive at once, when that was, what they were, and the most in each phase."""
 
     bytes: int
+    phase: Phase
     blocks: tuple[Block, ...]
-
-    @property
-    def phase(self) -> Phase:
-        """When it was: that of the latest block which is not there from the start."""
-        order: tuple[Phase, ...] = ("before", "forward", "backward", "optimizer")
-        return max((block.phase for block in self.blocks), key=order.index, default="before")
+    of_phases: dict[Phase, int]
 
     def parts(self) -> dict[str, int]:
         """Bytes of each kind."""
@@ -101,12 +97,17 @@ class Ledger(TorchDispatchMode):
         self.phase: Phase = "before"
         self._live: dict[int, Block] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._of_phases: dict[Phase, int] = {}
         self._at_highest: list[Block] | None = None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._inside: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -130,10 +131,12 @@ class Ledger(TorchDispatchMode):
 
     def start(self) -> None:
         """Begin a step: the highest total is looked for from now on."""
-        self.phase, self.highest, self._at_highest = "forward", self.total, None
+        self.phase, self._of_phases = "forward", {"forward": self.total}
+        self.highest, self._at_highest = self.total, None
 
     def peak(self) -> Peak:
-        return Peak(self.highest, tuple(self._at_highest or self._live.values()))
+        phase = max(self._of_phases, key=lambda phase: self._of_phases[phase])
+        return Peak(self.highest, phase, tuple(self._at_highest or self._live.values()), self._of_phases)
 
     @contextmanager
     def watching(self) -> Iterator[Ledger]:
@@ -162,6 +165,7 @@ class Ledger(TorchDispatchMode):
         module, dtype = self._inside[-1] if self._inside else "", str(tensor.dtype).removeprefix("torch.")
         self._live[key] = Block(size, kind, self.phase, module, operator, tuple(tensor.shape), dtype)
         self.total += size
+        self._of_phases[self.phase] = max(self.total, self._of_phases.get(self.phase, 0))
         if self.total > self.highest:
             self.highest, self._at_highest = self.total, None
 

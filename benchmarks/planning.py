@@ -14,11 +14,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from outplace.models import attention
-from outplace.models.attention import blockwise, plan
+from outplace.models.attention import blockwise, dropout, plan
 from outplace.models.attention.slots import SlotTable
 from outplace.models.deberta import blocks
 
@@ -58,9 +58,14 @@ def planned(target: Target) -> Iterator[FakeTensorMode]:
 
         for module in (plan, blocks):
             patch(module, "runs_plainly", _runs_plainly)
+        # Fake parameters cannot be moved; all are made where, and as what, they are to be.
+        patch(nn.Module, "to", lambda module, *args, **kwargs: module)
         patch(blocks.Encoder, "slots", known_slots)
         patch(blocks, "_equal", same_form)
-        patch(blockwise, "draw_seed", lambda: 0)
+        for module in (blockwise, dropout):
+            patch(module, "draw_seed", lambda: 0)
+        # Dropout that is drawn again is taken on CPUs only.
+        patch(dropout, "runs_plainly", _runs_plainly if target == "cpu" else lambda device: False)
         if target == "cuda":
             patch(F, "dropout", _dropout_of_cuda)
         stack.enter_context(mode)
