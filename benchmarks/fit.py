@@ -21,7 +21,7 @@ Figures = dict[str, Any]
 DESCRIPTION = """\
 The largest batch of a published model that fits a GPU. Two batches are planned without a GPU and without
 numbers (PyTorch's fake tensors); memory of forward and backward is linear in the batch, and the result is
-planned too, but for attention by blocks. A card of N GB is taken to have N thousand million bytes for tensors."""
+planned too, but for attention by blocks. A card of N GB is taken to have N · 10⁹ bytes for tensors."""
 
 EPILOG = """\
 example:

@@ -247,7 +247,7 @@ def cuda_memory(step: Step, snapshot: Path | None) -> dict[str, Any]:
 
 
 def write_checkpoint(model_name: str, folder: Path) -> None:
-    """Upstream's encoder with seeded weights, wide enough for every term to count, and what it makes of a batch."""
+    """Upstream's encoder and its output of a batch; its weights are wide enough for every term to count."""
     import transformers
     from safetensors.torch import save_file
 

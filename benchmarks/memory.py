@@ -1,7 +1,7 @@
 """Which storages are alive, whose they are, and what the most of them at once is made of.
 
-Works on numbers and on fake tensors alike: `Ledger` sees what operators return. What an operator allocates and
-frees inside itself is not seen, nor what an allocator keeps for later.
+Works on numbers and on fake tensors alike: `Ledger` sees what operators return. What an operator allocates
+and frees inside itself is not seen, nor what an allocator keeps for later.
 """
 
 from __future__ import annotations

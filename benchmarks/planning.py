@@ -1,7 +1,7 @@
 """A model's steps on tensors without numbers: what would be allocated, whatever the machine.
 
-Everything runs under torch's `FakeTensorMode`. Decisions of ours that look at numbers are made here instead, so
-that the paths a step takes are those that it takes on numbers.
+Everything runs under torch's `FakeTensorMode`. Decisions of ours that look at numbers are made here instead,
+so that the paths a step takes are those that it takes on numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-
 from outplace.models import attention
 from outplace.models.attention import blockwise, dropout, plan
 from outplace.models.attention.slots import SlotTable
 from outplace.models.deberta import blocks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 Target = Literal["cpu", "cuda"]
 CPU = torch.device("cpu")
