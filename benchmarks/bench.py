@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .cells import DEVICES, IMPLEMENTATIONS, MODES, Cell, Device, Mode, What, grid, shard
+from .cells import DEVICES, IMPLEMENTATIONS, MODES, Cell, Mode, What, grid, shard
 from .fit import PLANNED
 from .shapes import MODELS
 
@@ -105,7 +105,7 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     """The cells that the options name, or the set for a device."""
     if args.what == "fit":
         return fit_set()
-    kinds = ("memory", "speed") if args.what == "all" else (args.what,)
+    kinds: tuple[What, ...] = ("memory", "speed") if args.what == "all" else (args.what,)
     options = (args.model, args.impl, args.dtype, args.batch, args.length, args.mode)
     if not any(options):
         cells = cuda_set() if args.device == ["cuda"] else small_set()
@@ -115,7 +115,7 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
         cell
         for what in kinds
         for cell in grid(
-            cast(What, what),
+            what,
             args.model or BASES,
             args.impl or OURS_AND_UPSTREAM,
             args.device or ("plan" if what == "memory" else "cpu",),
@@ -136,11 +136,12 @@ def small_set() -> list[Cell]:
 
     lengths = plans(OURS_AND_UPSTREAM, 1, (128, 512, 2048), "infer", "train")
     modes = plans((*OURS_AND_UPSTREAM, "outplace-in-place"), 4, (512,), *MODES)
+    kinds: tuple[What, ...] = ("memory", "speed")
     on_cpu = [
         cell
-        for what in ("memory", "speed")
+        for what in kinds
         for cell in grid(
-            cast(What, what),
+            what,
             SMALL,
             (*OURS_AND_UPSTREAM, "outplace-eager", "outplace-in-place"),
             ("cpu",),
@@ -163,15 +164,15 @@ def fit_set() -> list[Cell]:
 
 def cuda_set() -> list[Cell]:
     """What a GPU is to measure; eight shards take minutes each."""
-    device: tuple[Device, ...] = ("cuda",)
+    kinds: tuple[What, ...] = ("memory", "speed")
     return [
         cell
-        for what in ("memory", "speed")
+        for what in kinds
         for cell in grid(
-            cast(What, what),
+            what,
             ("deberta-base", "deberta-v3-base", "esm2_t33_650M_UR50D"),
             (*OURS_AND_UPSTREAM, *IMPLEMENTATIONS[6:]),
-            device,
+            ("cuda",),
             ("float32", "bfloat16"),
             (8,),
             (128, 512, 2048),

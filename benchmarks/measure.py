@@ -124,7 +124,7 @@ def plan(cell: Cell) -> dict[str, Any]:
         own_lines(cell),
         default_dtype("float32" if cell.mode == "qlora" else cell.dtype),
     ):
-        model = build(cell, None)
+        model: Any = build(cell, None)
         path = attention_path(model, cell, torch.device(target))
         if cell.impl.startswith("outplace"):
             model.config.attn_implementation = path
@@ -180,7 +180,7 @@ def difference(model: Any, folder: Path, device: torch.device) -> float:
     with torch.no_grad():
         states = (model if isinstance(model, FairStates) else States(model)).eval()
         found = states(reference["ids"].to(device)).float().cpu()
-    return ((found - reference["states"]).abs().max() / reference["states"].abs().max()).item()
+    return float((found - reference["states"]).abs().max() / reference["states"].abs().max())
 
 
 def real(cell: Cell, folder: Path, snapshot: Path | None) -> dict[str, Any]:

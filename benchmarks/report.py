@@ -229,7 +229,11 @@ def peak_parts(rows: list[Row], folder: Path) -> list[str]:
         left = [0.0] * len(group)
         for number, kind in enumerate(KINDS):
             widths = [row["parts"].get(kind, 0) / MIB for row in group]
-            style = {"color": COLOURS[1:][number], "hatch": HATCHES[number], "edgecolor": "black"}
+            style: dict[str, Any] = {
+                "color": COLOURS[1:][number],
+                "hatch": HATCHES[number],
+                "edgecolor": "black",
+            }
             axes.barh(names, widths, left=left, label=kind, **style)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         dtype, batch, length = rest

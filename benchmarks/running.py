@@ -62,7 +62,7 @@ def environment() -> dict[str, Any]:
     """What the figures depend on, less the figures' own fields."""
     import torch
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in ("torch", "transformers", "peft", "bitsandbytes", "triton"):
         try:
             versions[package] = version(package)
