@@ -6,7 +6,7 @@ import subprocess
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def pinned(package: str) -> str:

@@ -126,6 +126,8 @@ def _fair_esm(cell: Cell, folder: Path) -> nn.Module:
 
 
 def _flashdeberta(cell: Cell, folder: Path) -> nn.Module:
+    if cell.device == "cpu":
+        raise Unavailable("its kernels run on CUDA alone")
     from flashdeberta import FlashDebertaV2Model  # type: ignore[import-not-found]
 
     return cast(nn.Module, FlashDebertaV2Model.from_pretrained(folder))

@@ -163,6 +163,7 @@ def _peak(row: Row | None, base: int | None) -> str:
 def length_plots(rows: list[Row], folder: Path, what: str, field: str, scale: float, label: str) -> list[str]:
     """Log-log, a line for each implementation, a plot for each model, way and mode with lengths to show."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     links = []
     chosen = [row for row in rows if row["what"] == what and field in row]
@@ -191,7 +192,10 @@ def length_plots(rows: list[Row], folder: Path, what: str, field: str, scale: fl
         )
         lengths = sorted({row["length"] for row in group})
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
         links.append(
@@ -238,7 +242,8 @@ def peak_parts(rows: list[Row], folder: Path) -> list[str]:
             left = [a + b for a, b in zip(left, widths, strict=True)]
         dtype, batch, length = rest
         axes.invert_yaxis()
-        axes.set(xlabel="MiB at the peak", title=f"{model}, train, {dtype}, batch {batch}, {length} tokens")
+        axes.set_xlabel("MiB at the peak")
+        axes.set_title(f"{model}, train, {dtype}, batch {batch}, {length} tokens", fontsize="medium")
         axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.3))
         parts.append(_save(figure, folder, f"parts-{model}-{device}", f"Parts of the peak, {WAYS[device]}"))
         for row in group:
