@@ -6,7 +6,7 @@ import subprocess
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def pinned(package: str) -> str:
@@ -22,7 +22,7 @@ def environment(home: Path, packages: tuple[str, ...], *, with_project: bool = F
         venv.create(home, with_pip=True, clear=True)
         project = ["--editable", str(ROOT)] if with_project else []
         wanted = [pinned("torch"), pinned("numpy"), *packages, *project]
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *wanted], check=True)
         done.touch()
     return python

@@ -16,7 +16,16 @@ from typing import NoReturn
 
 from . import __version__
 
-COMMANDS = ("embed", "fill", "inspection", "convert", "verify", "audit_command")
+COMMANDS = (
+    "embed",
+    "fill",
+    "inspection",
+    "convert",
+    "verify",
+    "audit_command",
+    "benchmarks.bench",
+    "benchmarks.fit",
+)
 """Modules of this package; they import torch only in `run`, so that `--help` is quick."""
 
 INTERRUPTED, BROKEN_PIPE = 130, 141

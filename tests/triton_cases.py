@@ -289,6 +289,25 @@ def test_a_model_equals_eager(family: str) -> None:
     assert apart(*results) <= 1e-5
 
 
+def test_checkpointing_changes_no_gradient(family: str) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        x = model(family).train()
+        if checkpointed:
+            x.gradient_checkpointing_enable()
+        torch.manual_seed(0)
+        x(**inputs_of(family)).last_hidden_state.square().sum().backward()
+        gradients.append([p.grad for p in x.parameters() if p.grad is not None])
+    assert apart(gradients[1], [g.double() for g in gradients[0]]) <= 1e-6
+
+
+def test_a_packed_batch_equals_the_padded_one(family: str) -> None:
+    x, inputs = model(family), inputs_of(family)  # the second row ends in padding
+    real = inputs["attention_mask"].bool()
+    packed, padded = (x(**inputs, pack=pack).last_hidden_state[real] for pack in (True, False))
+    assert apart([packed.detach()], [padded.detach().double()]) <= 1e-5
+
+
 def test_a_model_under_autocast_gives_eagers_dtype(family: str) -> None:
     states = []
     for path in ("triton", "eager"):

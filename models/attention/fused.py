@@ -238,12 +238,14 @@ class Call:
         filling = band.new_zeros(-(len(band) + 2) % ALIGNED)
         return torch.cat((ends[0], band, ends[1], filling)).long()
 
-    def launch(self, kernel: Any, blocks: Blocks, size: int, *arguments: Any) -> None:
+    def launch(self, kernel: str, blocks: Blocks, size: int, *arguments: Any) -> None:
         """Run a kernel each of whose programs has `size` queries or keys."""
+        from . import kernels
+
         width, precise = self.query.shape[-1], torch.get_float32_matmul_precision() == "highest"
         grid = (-(-self.length // size), len(self.starts) - 1, self.query.shape[1])
         with torch.cuda.device_of(self.query):
-            kernel[grid](
+            getattr(kernels, kernel)[grid](
                 *arguments,
                 self.length,
                 self.low,
@@ -267,8 +269,6 @@ class Call:
 
 def forward(whole: Call) -> tuple[Tensor, Tensor]:
     """The context [T, H, D], and the logarithms of the softmax's sums, float32 [H, T]."""
-    from . import kernels
-
     tokens, heads, width = whole.query.shape
     blocks = FORWARD[padded(width), whole.query.element_size()]
     context = whole.query.new_empty(tokens, heads, width)
@@ -278,7 +278,7 @@ def forward(whole: Call) -> tuple[Tensor, Tensor]:
         call, part = whole.of_heads(group), context[:, group]
         content = call.query, call.key, call.value
         call.launch(
-            kernels.forward, blocks, blocks.queries,
+            "forward", blocks, blocks.queries,
             *content, *call.by_slot(), call.by_distance, call.starts, real, part, lse[group],
             *_strides(*content, part), tokens, heads, call.rows,
         )  # fmt: skip
@@ -287,8 +287,6 @@ def forward(whole: Call) -> tuple[Tensor, Tensor]:
 
 def gradients(whole: Call, grad: Tensor, context: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value [T, H, D], and of both tables [H, R, D], empty where a term is off."""
-    from . import kernels
-
     tokens, heads, width = whole.query.shape
     blocks = BACKWARD[padded(width), whole.query.element_size()]
     real = whole.starts if whole.mask is None else whole.mask.to(torch.uint8)
@@ -305,7 +303,7 @@ def gradients(whole: Call, grad: Tensor, context: Tensor, lse: Tensor) -> tuple[
         numbers = tokens, heads, call.rows, len(columns)
         bands = None if call.pos_key is None else d_query.new_zeros(together, tokens, len(columns))
         call.launch(
-            kernels.backward_of_queries, blocks, blocks.queries,
+            "backward_of_queries", blocks, blocks.queries,
             *content, *by_slot, *shared, part, lse[group], d_context, sums,
             d_query, d_query if bands is None else bands,
             *_strides(*content, part, d_context), *numbers,
@@ -313,7 +311,7 @@ def gradients(whole: Call, grad: Tensor, context: Tensor, lse: Tensor) -> tuple[
         d_query, d_pos_key = _with_positions(d_query, bands, call.query, call.pos_key, columns, call.scale)
         bands = None if call.pos_query is None else d_query.new_zeros(together, tokens, len(columns))
         call.launch(
-            kernels.backward_of_keys, blocks, blocks.keys,
+            "backward_of_keys", blocks, blocks.keys,
             *content, *by_slot, *shared, lse[group], d_context, sums,
             d_key, d_value, d_key if bands is None else bands,
             *_strides(*content, d_context), *numbers,
@@ -414,8 +412,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    tables = ctx.saved_tensors[5:7]
+    saved = ctx.saved_tensors  # once: checkpointing recomputes them
+    found = attention_backward(grad, *saved, *ctx.numbers)
+    tables = saved[5:7]
     of_tables = (None if x is None else d for x, d in zip(tables, found[3:], strict=True))
     return *found[:3], *of_tables, *(None,) * (3 + len(ctx.numbers))
 
