@@ -15,8 +15,8 @@ from unittest import mock
 from outplace.models.deberta.blocks import Embeddings
 from outplace.models.esm.modeling import EsmEmbeddings, Residual
 
-LINES: dict[type, tuple[tuple[str, str], ...]] = {
-    Embeddings: (
+LINES: dict[tuple[type, str], tuple[tuple[str, str], ...]] = {
+    (Embeddings, "forward"): (
         (
             "embeddings = embeddings + self.positions(length, position_ids, embeddings.device)",
             "embeddings += self.positions(length, position_ids, embeddings.device)",
@@ -26,7 +26,7 @@ LINES: dict[type, tuple[tuple[str, str], ...]] = {
             "embeddings += self.token_type_embeddings(token_type_ids)",
         ),
     ),
-    EsmEmbeddings: (
+    (EsmEmbeddings, "forward"): (
         (
             "embeddings = token_dropout(embeddings, is_mask, real, sequences)",
             "embeddings = token_dropout("
@@ -38,14 +38,14 @@ LINES: dict[type, tuple[tuple[str, str], ...]] = {
             "embeddings += self.position_embeddings(position_ids)",
         ),
     ),
-    Residual: (
+    (Residual, "add"): (
         (
-            "return self.dropout(self.dense(x)) + residual",
-            "return self.dropout(self.dense(x)).add_(residual)",
+            "return self.dropout(x) + residual",
+            "return self.dropout(x).add_(residual)",
         ),
     ),
 }
-"""What is ours and what was theirs, in `forward` of each class."""
+"""What is ours and what was theirs, in a method of each class."""
 
 
 def rewritten(function: Callable[..., Any], lines: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def rewritten(function: Callable[..., Any], lines: tuple[tuple[str, str], ...]) 
 def in_place() -> Iterator[None]:
     """Our models with those lines."""
     with ExitStack() as stack:
-        for module, lines in LINES.items():
-            forward = rewritten(module.forward, lines)  # type: ignore[attr-defined]
-            stack.enter_context(mock.patch.object(module, "forward", forward))
+        for (module, name), lines in LINES.items():
+            method = rewritten(getattr(module, name), lines)
+            stack.enter_context(mock.patch.object(module, name, method))
         yield

@@ -1,20 +1,67 @@
-"""The feed-forward network of a layer for training: exact, and keeping nothing between forward and backward
-but its input. Its inner states, the widest of a layer, are formed again in backward, some tokens at a time.
+"""The feed-forward network of a layer, exact, some tokens at a time: its inner states are a layer's widest.
+
+In training it keeps nothing between forward and backward but its input; the inner states are formed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from .attention import runs_plainly
 
 Activation = Callable[[Tensor], Tensor]
 
+ROWS = 256
+"""Tokens that go through together in inference."""
 TOKENS = 512
-"""Tokens whose inner states exist together."""
+"""Tokens whose inner states exist together in training."""
+
+
+class Inner(Protocol):
+    """First half of the network, a module: `activation(dense(x))`."""
+
+    dense: nn.Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Outer(Protocol):
+    """Second half, a module: `add(dense(x), residual)`."""
+
+    dense: nn.Linear
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor: ...
+
+
+def in_parts(inner: Inner, outer: Outer, x: Tensor, residual: Tensor) -> Tensor:
+    """`outer(inner(x), residual)`, [B, L, E]; for many tokens a part at a time.
+
+    Not so where a module of it has hooks, which are to see the whole, or is not the plain one.
+    """
+    batch, length, _ = x.shape
+    if batch * length <= ROWS or not runs_plainly(x.device) or _has_hooks(inner, outer):
+        return outer(inner(x), residual)
+    if not torch.is_grad_enabled() and not outer.training:  # type: ignore[attr-defined]
+        parts = zip(x.flatten(0, 1).split(ROWS), residual.flatten(0, 1).split(ROWS), strict=True)
+        return torch.cat([outer(inner(part), to) for part, to in parts]).view(batch, length, -1)
+    are_plain = all(type(half.dense) is nn.Linear for half in (inner, outer))
+    if not are_plain or torch.is_autocast_enabled(x.device.type):
+        return outer(inner(x), residual)
+    parameters = inner.dense.weight, inner.dense.bias, outer.dense.weight, outer.dense.bias
+    return outer.add(feed_forward(x, *parameters, inner.activation), residual)
+
+
+def _has_hooks(*parts: Any) -> bool:
+    modules = (module for part in parts for module in part.modules())
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def feed_forward(

@@ -602,9 +602,9 @@ MUTATIONS = [
     ),
     (
         "esm.modeling",
-        "Residual.forward",
-        "return self.dropout(self.dense(x)) + residual  # type: ignore[no-any-return]",
-        "hidden_states = self.dropout(self.dense(x))",
+        "Residual.add",
+        "return self.dropout(x) + residual  # type: ignore[no-any-return]",
+        "hidden_states = self.dropout(x)",
         "hidden_states += residual",
         ("EsmModel",),
     ),

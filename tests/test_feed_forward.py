@@ -98,7 +98,7 @@ def test_dropout_is_new_each_time_and_the_same_for_a_seed() -> None:
     assert torch.equal(dropout.eval()(x), x)
 
 
-@pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])
+@pytest.mark.parametrize("family", ["Deberta", "DebertaV2", "Esm"])
 def test_a_layer_in_training_keeps_less_than_half_of_what_its_parts_keep(family: str) -> None:
     """With the network in one, and with a hook on it, which needs it in parts."""
     config = tiny.config(family, hidden_dropout_prob=0.1, intermediate_size=256, num_hidden_layers=1)

@@ -21,14 +21,12 @@ from ..attention.plan import AttentionPlan, Path, choose
 from ..attention.slots import SlotTable
 from ..base import PretrainedModel
 from ..config import Pack
-from ..feed_forward import feed_forward
+from ..feed_forward import in_parts
 from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
 from ..outputs import BaseModelOutput
 from ..packing import Layout, Sequences, split_runs
 from .config import DisentangledConfig
 
-ROWS = 256
-"""Tokens that go through the feed-forward network together in inference."""
 KEPT_BYTES = 64 << 20
 """Projected position tables are kept between passes of inference, unless told, where they take no more."""
 Norm = Callable[[int, float], nn.Module]
@@ -328,36 +326,14 @@ class Layer(nn.Module):
         return self.feed_forward(attended), weights
 
     def feed_forward(self, attended: Tensor) -> Tensor:
-        """The feed-forward network, [B, L, E]; for many tokens a part at a time.
-
-        Not so where a module of it has hooks, which are to see the whole, or is not the plain one.
-        """
-        batch, length, _ = attended.shape
-        inner, outer = self.intermediate, self.output
-        if batch * length <= ROWS or not runs_plainly(attended.device) or _has_hooks(inner, outer):
-            return outer(inner(attended), attended)  # type: ignore[no-any-return]
-        if not torch.is_grad_enabled() and not self.training:
-            rows = [outer(inner(part), part) for part in attended.flatten(0, 1).split(ROWS)]
-            return torch.cat(rows).view(batch, length, -1)
-        if not _are_plain(inner.dense, outer.dense) or torch.is_autocast_enabled(attended.device.type):
-            return outer(inner(attended), attended)  # type: ignore[no-any-return]
-        parameters = inner.dense.weight, inner.dense.bias, outer.dense.weight, outer.dense.bias
-        return outer.add(feed_forward(attended, *parameters, inner.activation), attended)
-
-
-def _are_plain(*layers: nn.Module) -> bool:
-    return all(type(layer) is nn.Linear for layer in layers)
+        """The feed-forward network, [B, L, E]."""
+        return in_parts(self.intermediate, self.output, attended, attended)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
-
-
-def _has_hooks(*parts: nn.Module) -> bool:
-    modules = (module for part in parts for module in part.modules())
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 Plans = AttentionPlan | list[AttentionPlan]

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from ...weights.renames import ESM
 from ..attention import dense, masks, runs_plainly
+from ..attention.dropout import Dropout
 from ..attention.plan import choose
 from ..base import PretrainedModel, resolve_input
 from ..config import Pack
-from ..layers import Checkpointing, LayerStack, at_least_float32, check_length, run
+from ..feed_forward import in_parts
+from ..layers import ACTIVATIONS, Checkpointing, LayerStack, at_least_float32, check_length, run
 from ..losses import cross_entropy, esm_sequence_loss
 from ..outputs import (
     BaseModelOutputWithPooling,
@@ -167,18 +169,16 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [1 or B, L] to the cosine and sine of their angles, [1 or B, 1, L, D] each."""
-        angles = position_ids.unsqueeze(-1) * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+        """Positions [1 or B, L] to the cosine and sine of their angles, [1 or B, L, 1, D / 2] each."""
+        angles = (position_ids.unsqueeze(-1) * self.inv_freq).unsqueeze(2)
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of features (d, d + D / 2) of x [B, H, L, D] by its position's angle."""
+    """Turn each pair of features (d, d + D / 2) of x [B, L, H, D] by its position's angle."""
     cos, sin = rotary
-    exact = x.to(cos.dtype)
-    first, second = exact.chunk(2, dim=-1)
-    return (exact * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 @dataclass
@@ -187,7 +187,7 @@ class AttentionContext:
 
     Args:
         mask: boolean [B, 1, 1 or L, L], or None where all attends to all.
-        rotary: cosine and sine, [1 or B, 1, L, D] each, or None.
+        rotary: cosine and sine, [1 or B, L, 1, D / 2] each, or None.
         eager: whether attention is spelt out, which it is where its weights are wanted.
         output_attentions: whether attention weights are returned.
         checkpointing: how attention is recomputed by itself, if it is.
@@ -247,11 +247,12 @@ class EsmSelfAttention(nn.Module):
         value = self.heads(self.value(hidden_states))
         if context.rotary is not None:
             query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return attend(query, key, value, context, self.dropout if self.training else 0.0)
 
     def heads(self, x: Tensor) -> Tensor:
-        """[B, L, E] to [B, H, L, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+        """[B, L, E] to [B, L, H, D]."""
+        return x.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):
@@ -260,10 +261,14 @@ class Residual(nn.Module):
     def __init__(self, width: int, config: EsmConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(width, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.dropout(self.dense(x)) + residual  # type: ignore[no-any-return]
+        return self.add(self.dense(x), residual)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What comes after the projection."""
+        return self.dropout(x) + residual  # type: ignore[no-any-return]
 
 
 class EsmAttention(nn.Module):
@@ -287,9 +292,10 @@ class EsmIntermediate(nn.Module):
     def __init__(self, config: EsmConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACTIVATIONS["gelu"]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.gelu(self.dense(hidden_states))
+        return self.activation(self.dense(hidden_states))
 
 
 class EsmLayer(nn.Module):
@@ -305,7 +311,7 @@ class EsmLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
         """[B, L, E] to [B, L, E], and the attention weights [B, H, L, L] where asked for."""
         attended, weights = self.attention(hidden_states, context)
-        return self.output(self.intermediate(self.LayerNorm(attended)), attended), weights
+        return in_parts(self.intermediate, self.output, self.LayerNorm(attended), attended), weights
 
 
 class EsmEncoder(nn.Module):
