@@ -1,6 +1,7 @@
 """The feed-forward network of a layer, exact, some tokens at a time: its inner states are a layer's widest.
 
-In training it keeps nothing between forward and backward but its input; the inner states are formed again.
+In training it keeps between forward and backward its input and, of few tokens, the inner states before the
+activation; of many these are formed again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Activation = Callable[[Tensor], Tensor]
 ROWS = 256
 """Tokens that go through together in inference."""
 TOKENS = 512
-"""Tokens whose inner states exist together in training."""
+"""Tokens whose inner states exist together in training; those of no more are kept."""
 
 
 class Inner(Protocol):
@@ -74,46 +75,53 @@ def feed_forward(
 ) -> Tensor:
     """activation(x · weight_inᵀ + bias_in) · weight_outᵀ + bias_out, of hidden states [..., E]."""
     parameters = weight_in, bias_in, weight_out, bias_out
-    rows: Tensor = FeedForward.apply(hidden_states.flatten(0, -2), *parameters, activation)
+    rows: Tensor = FeedForward.apply(hidden_states.flatten(0, -2), *parameters, activation)[0]
     return rows.view(*hidden_states.shape[:-1], -1)
 
 
 def forward(
     x: Tensor, w_in: Tensor, b_in: Tensor | None, w_out: Tensor, b_out: Tensor | None, activation: Activation
-) -> Tensor:
-    """`feed_forward` of rows [N, E]."""
-    parts = [F.linear(activation(F.linear(part, w_in, b_in)), w_out, b_out) for part in x.split(TOKENS)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+) -> tuple[Tensor, Tensor]:
+    """`feed_forward` of rows [N, E], and the inner states of the last part."""
+    parts: list[Tensor] = []
+    inner = x
+    for part in x.split(TOKENS):
+        inner = F.linear(part, w_in, b_in)
+        parts = [*parts, F.linear(activation(inner), w_out, b_out)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts), inner
 
 
 class FeedForward(torch.autograd.Function):
-    """`forward` that keeps its arguments and nothing else."""
+    """`forward` that keeps its arguments and, of a single part, the inner states."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return forward(*arguments)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *tensors, ctx.activation = inputs
-        ctx.save_for_backward(*tensors)
+        inner = output[1]
+        ctx.mark_non_differentiable(inner)
+        ctx.save_for_backward(*tensors, inner if inputs[0].shape[0] <= TOKENS else None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, inner = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:-1]
         if not torch.is_grad_enabled():
-            return (*_gradients(tuple(tensors), ctx.activation, grad, wanted), None)
+            return (*_gradients(tuple(tensors), inner, ctx.activation, grad, wanted), None)
         # The gradient is to be differentiated itself: then autograd derives it from the forward pass.
         inputs = [x for x, want in zip(tensors, wanted, strict=True) if want]
         x, w_in, b_in, w_out, b_out = tensors
-        output = forward(x, w_in, b_in, w_out, b_out, ctx.activation)
+        output, _ = forward(x, w_in, b_in, w_out, b_out, ctx.activation)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
         return (*(next(found) if want else None for want in wanted), None)
 
 
 def _gradients(
     tensors: tuple[Any, ...],
+    inner: Tensor | None,
     activation: Activation,
     grad: Tensor,
     wanted: tuple[bool, ...],
@@ -124,7 +132,7 @@ def _gradients(
     total: list[Tensor | None] = [None] * 4
     for part, of_output in zip(x.split(TOKENS), grad.split(TOKENS), strict=True):
         with torch.enable_grad():
-            before = F.linear(part, w_in, b_in).detach().requires_grad_()
+            before = (F.linear(part, w_in, b_in) if inner is None else inner).detach().requires_grad_()
             after = activation(before)
         (of_before,) = torch.autograd.grad(after, before, of_output @ w_out)
         made = (

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from . import runs_plainly
 
-LEVELS = 1 << 16
-"""Random numbers have 16 bits; the probability of keeping an entry is rounded to as many."""
+LEVELS = 1 << 15
+"""Random numbers have 15 bits; the probability of keeping an entry is rounded to as many."""
+COLUMNS = 1024
+"""Of the matrix of random words that a mask is taken from."""
 
 
 def draw_seed() -> int:
@@ -22,8 +24,9 @@ def draw_seed() -> int:
 class Noise:
     """A sequence of masks, the same one whenever it is made of the same seed.
 
-    Entries are numbered, and each two numbers are the halves of a hash of a counter. That takes a fraction of
-    the time of torch's generator, which draws one after the other.
+    The rows and the columns of a matrix have a hash each, of a counter. A word of it mixes the two of its
+    place, and its halves are the random numbers of two entries. That takes a fraction of the time of torch's
+    generator, which draws one after the other.
 
     Args:
         dropout: probability of dropping an entry.
@@ -31,30 +34,31 @@ class Noise:
     """
 
     def __init__(self, dropout: float, seed: int) -> None:
-        kept = max(round((1 - dropout) * LEVELS), 1)
-        self.threshold = kept - LEVELS // 2
-        self.share = kept / LEVELS
+        self.threshold = max(round((1 - dropout) * LEVELS), 1)
+        self.share = self.threshold / LEVELS
         """The probability of keeping an entry, by which what is kept is divided."""
-        self.seed, self.words = seed, 0
+        # The golden ratio in 64 bits (Knuth's multiplicative hash): near seeds begin far apart.
+        self.start, self.variant = divmod(seed * 0x9E3779B97F4A7C15 % (1 << 64), 1 << 32)
 
     def keep_mask(self, like: Tensor) -> Tensor:
         """The next mask: 1 where an entry is kept and 0 where it is dropped, of `like`'s shape and dtype."""
         words = (like.numel() + 1) // 2
-        counter = torch.arange(words, dtype=torch.int32, device=like.device)
-        x = _hash(counter + _int32(self.seed + self.words), self.seed >> 31)
-        self.words = self.words + words
-        number = torch.cat((x >> 16, (_shifted(x, 15) << 16) >> 16))[: like.numel()]
-        # All bits where the number is below the threshold, and of them those of a 1 in float32.
-        one = (number - self.threshold >> 31) & 0x3F800000
-        return one.view(torch.float32).view(like.shape).to(like.dtype)
+        columns = max(min(words, COLUMNS), 1)
+        rows = -(-words // columns)
+        counter = torch.arange(rows + columns, dtype=torch.int32, device=like.device)
+        hashes = _hash(counter + _int32(self.start), self.variant)
+        self.start = self.start + rows + columns
+        x = (hashes[:rows, None] ^ hashes[rows:]) * 0x21F0AAAD
+        x = (x + (x >> 15)) * _int32(0xD35A2D97)
+        number = x.view(torch.int16).flatten()[: like.numel()] & (LEVELS - 1)
+        # The sign of the difference, as the number 1.
+        kept = (number - self.threshold >> 15) & 1
+        return kept.view(like.shape).to(like.dtype)
 
 
 def _hash(x: Tensor, seed: int) -> Tensor:
-    """Mix the bits of 32-bit integers; the constants are of https://github.com/skeeto/hash-prospector.
-
-    Its last shift, which the upper half does not need, is left to the caller.
-    """
-    return _shifted(_shifted(x, 16) * 0x21F0AAAD + _int32(seed), 15) * _int32(0xD35A2D97)
+    """Mix the bits of 32-bit integers; the constants are of https://github.com/skeeto/hash-prospector."""
+    return _shifted(_shifted(_shifted(x, 16) * 0x21F0AAAD + _int32(seed), 15) * _int32(0xD35A2D97), 15)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
