@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from outplace.models import attention
+from outplace.models import attention, feed_forward
 from outplace.models.attention import blockwise, dropout, fused, plan
 from outplace.models.attention.slots import SlotTable
 from outplace.models.deberta import blocks
@@ -70,7 +70,7 @@ def planned(target: Target) -> Iterator[FakeTensorMode]:
         def patch(owner: Any, name: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, new))
 
-        for module in (plan, blocks):
+        for module in (plan, blocks, feed_forward):
             patch(module, "runs_plainly", _runs_plainly)
         # Fake parameters cannot be moved; all are made where, and as what, they are to be.
         patch(nn.Module, "to", lambda module, *args, **kwargs: module)

@@ -103,6 +103,7 @@ class FeedForward(torch.autograd.Function):
         *tensors, ctx.activation = inputs
         inner = output[1]
         ctx.mark_non_differentiable(inner)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, inner if inputs[0].shape[0] <= TOKENS else None)
 
     @staticmethod
