@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow compat compat-test faults parity bench bench-fit bench-attention lint types nano clean
+.PHONY: demo test test-slow compat compat-test faults parity bench bench-fit bench-attention bench-packing lint types nano clean
 
 demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,9 @@ parity: .venv/test  ## the table of differences from upstream
 
 bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream beside ours
 	$(BIN)/python benchmarks/attention.py --out benchmarks/results/attention.json
+
+bench-packing: .venv/test  ## ESM-2 over padded and uniform batches, upstream beside ours
+	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json
 
 bench: .venv/test  ## memory by plan and small models on the CPU, beside upstream; resumes where it was stopped
 	$(BIN)/outplace bench all --out benchmarks/results/bench.json
