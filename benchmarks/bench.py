@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from .running import Results
 
 OURS_AND_UPSTREAM = ("transformers", "transformers-sdpa", "outplace", "outplace-blockwise")
+IN_PLACE_AND_NOT = (
+    "transformers",
+    "transformers-sdpa",
+    "transformers-historic",
+    "outplace",
+    "outplace-in-place",
+)
+OTHERS = ("fair-esm", "flashdeberta", "disentangled-flash", "faesm")
 BASES = ("deberta-base", "deberta-v3-base", "esm2_t12_35M_UR50D")
 SMALL = ("deberta-v3-xsmall", "esm2_t6_8M_UR50D")
 
@@ -131,11 +139,11 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 def small_set() -> list[Cell]:
     """Plans of the published models, and small ones on the CPU."""
 
-    def plans(impls: tuple[str, ...], batch: int, lengths: tuple[int, ...], *modes: Mode) -> list[Cell]:
-        return grid("memory", BASES, impls, ("plan",), ("float32",), (batch,), lengths, modes)
+    def plans(batch: int, lengths: tuple[int, ...], *modes: Mode) -> list[Cell]:
+        return grid("memory", BASES, IN_PLACE_AND_NOT, ("plan",), ("float32",), (batch,), lengths, modes)
 
-    lengths = plans(OURS_AND_UPSTREAM, 1, (128, 512, 2048), "infer", "train")
-    modes = plans((*OURS_AND_UPSTREAM, "outplace-in-place"), 4, (512,), *MODES)
+    lengths = plans(1, (128, 512, 1024, 2048, 4096, 8192), "infer", "train")
+    modes = plans(4, (512,), *MODES)
     kinds: tuple[What, ...] = ("memory", "speed")
     on_cpu = [
         cell
@@ -143,7 +151,7 @@ def small_set() -> list[Cell]:
         for cell in grid(
             what,
             SMALL,
-            (*OURS_AND_UPSTREAM, "outplace-eager", "outplace-in-place"),
+            (*IN_PLACE_AND_NOT, "outplace-eager", "outplace-blockwise", *OTHERS),
             ("cpu",),
             ("float32",),
             (1,),
@@ -171,7 +179,7 @@ def cuda_set() -> list[Cell]:
         for cell in grid(
             what,
             ("deberta-base", "deberta-v3-base", "esm2_t33_650M_UR50D"),
-            (*OURS_AND_UPSTREAM, *IMPLEMENTATIONS[6:]),
+            (*OURS_AND_UPSTREAM, "outplace-in-place", *OTHERS),
             ("cuda",),
             ("float32", "bfloat16"),
             (8,),
