@@ -28,8 +28,8 @@ IMPLEMENTATIONS = (
     "disentangled-flash",
     "faesm",
 )
-"""Library and attention path; `outplace` alone takes its "auto". "transformers-historic" is the last release
-that wrote in place where the reports said."""
+"""Library and attention path; `outplace` alone takes its "auto". "transformers-historic" is the release
+that a report was made about, and "outplace-in-place" is "outplace-eager" with that release's lines."""
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ def build(cell: Cell, folder: Path | None) -> nn.Module:
         package = __import__(library)
         config = configuration(cell, package)
         kind = getattr(package, f"{cell.family}Model")
-        attention = (
-            {"in-place": "auto", "": "auto"}.get(path, path) if library == "outplace" else path or "eager"
-        )
+        # The historic lines are compared with ours where attention is spelt out as it was theirs.
+        named = {"in-place": "eager", "": "auto"}
+        attention = named.get(path, path) if library == "outplace" else path or "eager"
         if path == "historic":
             made = kind(config, **extra) if folder is None else kind.from_pretrained(folder, **extra)
             # It looks for padding among the ids, to warn of it: fake ids have no values.
@@ -185,6 +185,8 @@ def prepare(model: nn.Module, cell: Cell, fake: bool) -> nn.Module:
 
             backbone = peft.prepare_model_for_kbit_training(quantize(backbone, "nf4", compute_dtype=dtype))
     if mode in ("lora", "qlora"):
+        if cell.impl == "transformers-historic":
+            raise Unavailable("no PEFT is installed beside the old releases")
         import peft
 
         adapters = peft.LoraConfig(r=RANK, lora_dropout=0.0, target_modules=TARGETS[cell.family])
