@@ -26,19 +26,15 @@ HISTORIC = {
 _making = Lock()
 
 
-def is_elsewhere(impl: str) -> bool:
-    """Whether the implementation is in an environment of its own."""
-    return impl in PACKAGES or impl == "transformers-historic"
-
-
 def interpreter(cell: Cell, home: Path) -> Path:
     """The Python that runs the cell's implementation: this one, or that of an environment in the folder.
 
     Raises:
         subprocess.CalledProcessError: its packages cannot be installed.
     """
-    if not is_elsewhere(cell.impl):
+    historic = (HISTORIC[cell.family],) if cell.impl == "transformers-historic" else None
+    packages = historic or PACKAGES.get(cell.impl)
+    if packages is None:
         return Path(sys.executable)
-    packages = PACKAGES.get(cell.impl) or (HISTORIC[cell.family],)
     with _making:
         return environment(home / packages[0].replace("==", "-"), packages, with_project=True)

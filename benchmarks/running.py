@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from .cells import Cell, size_of
-from .peers import PACKAGES, interpreter, is_elsewhere
+from .peers import PACKAGES, interpreter
 
 NOT_MEASURED = "not yet measured"
 TOGETHER = 6
@@ -164,7 +164,7 @@ class Runner:
         command = [str(python), "-m", f"{__package__}.measure", given, *arguments]
         # The folder it is started in is not searched: a checkout's outplace/ is less than the package.
         surroundings = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"}
-        if is_elsewhere(cells[0].impl):
+        if python != Path(sys.executable):
             surroundings.pop("PYTHONPATH", None)
         limit = self.limit * len(cells)
         return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=surroundings)
