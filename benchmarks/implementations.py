@@ -143,10 +143,12 @@ def _disentangled_flash(cell: Cell, folder: Path) -> nn.Module:
     import transformers
 
     model = transformers.DebertaV2Model.from_pretrained(folder)
+    # Where its Triton cannot run it leaves upstream's encoder in place, unless told to take torch.
+    backend = "torch" if cell.device == "cpu" else "triton"
     if cell.mode == "infer":
-        disentangled_flash.optimize_deberta(model.eval(), sequence_lengths=[cell.length])
+        disentangled_flash.optimize_deberta(model.eval(), backend=backend, sequence_lengths=[cell.length])
     else:
-        disentangled_flash.optimize_deberta_training(model)
+        disentangled_flash.optimize_deberta_training(model, backend=backend)
     return cast(nn.Module, model)
 
 

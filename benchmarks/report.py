@@ -17,7 +17,7 @@ from .tables import MIB, in_groups, order, put_block, table
 
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Told apart by the colour-blind too (Okabe and Ito); lines differ in marks and dashes, bars in hatching."""
-MARKS, DASHES, HATCHES = "os^Dvx*", ("-", "--", "-.", ":"), ("", "///", "...", "xxx", "\\\\\\", "+++")
+MARKS, DASHES, HATCHES = "os^Dvx*", ("-", "--", "-.", ":"), ("", "//", "--", "xx", "\\\\", "||")
 WAYS = {
     "plan": "planned for CUDA",
     "plan-cpu": "planned for a CPU",
@@ -64,6 +64,8 @@ def write(found: list[dict[str, Any]], folder: Path, page: Path | None = None) -
     import matplotlib
 
     matplotlib.use("agg")
+    # Text as text keeps the files small, and a fixed salt keeps what has not changed.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "outplace", "hatch.linewidth": 0.5})
     folder.mkdir(parents=True, exist_ok=True)
     rows = list({Cell.of(row): row for file in found for row in file["rows"]}.values())
     parts = [
