@@ -37,13 +37,17 @@ bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream beside o
 bench-packing: .venv/test  ## ESM-2 over padded and uniform batches, upstream beside ours
 	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json
 
-bench: .venv/test  ## memory by plan and small models on the CPU, beside upstream; resumes where it was stopped
-	$(BIN)/outplace bench all --out benchmarks/results/bench.json
-	$(BIN)/outplace bench report benchmarks/results/bench.json -o benchmarks/report
+BENCH := $(BIN)/outplace bench
+REPORT := $(BENCH) report benchmarks/results/bench.json -o benchmarks/report --page docs/out-of-place.md
 
-bench-fit: .venv/test  ## the largest batch of every published model on a GPU, by plan
-	$(BIN)/outplace bench fit --out benchmarks/results/bench.json
-	$(BIN)/outplace bench report benchmarks/results/bench.json -o benchmarks/report
+bench: .venv/bench  ## memory by plan and small models on the CPU, beside upstream; resumes where it was stopped
+	$(BENCH) all --out benchmarks/results/bench.json
+	$(BENCH) conditions --out benchmarks/results/bench.json
+	$(REPORT)
+
+bench-fit: .venv/bench  ## the largest batch of every published model on a GPU, by plan
+	$(BENCH) fit --out benchmarks/results/bench.json
+	$(REPORT)
 
 lint: .venv/lint
 	$(BIN)/ruff check .
@@ -70,6 +74,10 @@ clean:
 
 .venv/compat: .venv/test
 	$(INSTALL) --editable '.[test,compat]'
+	touch $@
+
+.venv/bench: .venv/test
+	$(INSTALL) --editable '.[test,bench]'
 	touch $@
 
 .venv/lint: .venv/test

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from .running import Results
 
 OURS_AND_UPSTREAM = ("transformers", "transformers-sdpa", "outplace", "outplace-blockwise")
+IN_PLACE_AND_NOT = (
+    "transformers",
+    "transformers-sdpa",
+    "transformers-historic",
+    "outplace",
+    "outplace-eager",
+    "outplace-in-place",
+)
+OTHERS = ("fair-esm", "flashdeberta", "disentangled-flash", "faesm")
 BASES = ("deberta-base", "deberta-v3-base", "esm2_t12_35M_UR50D")
 SMALL = ("deberta-v3-xsmall", "esm2_t6_8M_UR50D")
 
@@ -26,7 +35,8 @@ DESCRIPTION = """\
 Measure implementations of the published models, each cell in a process of its own, and write what is
 found into one file; what is in it already is not measured again. Without options that choose cells, memory
 and speed are of a small set; with --device cuda, of one for a GPU. "fit" plans two batches of every
-published model, from which a report tells the largest that a GPU trains.
+published model, from which a report tells the largest that a GPU trains. "conditions" puts upstream's old
+lines that wrote in place back one by one and trains tiny models in many ways: which raise, which are wrong.
 
 Memory is read in three ways. "cuda" is the peak of torch's CUDA allocator. "cpu" adds up the live storages
 that operators return, and beside it gives the rise of resident memory. "plan" runs the step on tensors
@@ -50,9 +60,14 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("memory", "speed", "load", "tokenizer", "fit", "all", "report"))
+    parser.add_argument(
+        "what", choices=("memory", "speed", "load", "tokenizer", "conditions", "fit", "all", "report")
+    )
     parser.add_argument("results", nargs="*", type=Path, help="for report: files of results")
     parser.add_argument("-o", dest="folder", type=Path, metavar="DIR", help="for report: where it is written")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="for report: a document that holds a block of it"
+    )
     chosen = parser.add_argument_group("cells", "each option takes one value or more")
     chosen.add_argument("--model", nargs="+", choices=MODELS, metavar="NAME", help=", ".join(MODELS))
     chosen.add_argument(
@@ -86,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
         if not args.results or args.folder is None:
             raise ValueError("a report needs files of results, and -o with a folder")
-        write([json.loads(path.read_text()) for path in args.results], args.folder)
+        write([json.loads(path.read_text()) for path in args.results], args.folder, args.page)
         return 0
 
     from .running import Results, Runner, measure, scratch_folder
@@ -94,6 +109,12 @@ def run(args: argparse.Namespace) -> int:
     results = Results(args.out)
     if args.what in ("load", "tokenizer"):
         run_script(args.what, results)
+        return 0
+    if args.what == "conditions":
+        from .conditions import tried
+
+        results.found["conditions"] = list(tried())
+        results.save()
         return 0
     with scratch_folder(args.weights) as folder:
         runner = Runner(folder, args.peers, args.timeout, args.snapshots)
@@ -131,11 +152,11 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 def small_set() -> list[Cell]:
     """Plans of the published models, and small ones on the CPU."""
 
-    def plans(impls: tuple[str, ...], batch: int, lengths: tuple[int, ...], *modes: Mode) -> list[Cell]:
-        return grid("memory", BASES, impls, ("plan",), ("float32",), (batch,), lengths, modes)
+    def plans(batch: int, lengths: tuple[int, ...], *modes: Mode) -> list[Cell]:
+        return grid("memory", BASES, IN_PLACE_AND_NOT, ("plan",), ("float32",), (batch,), lengths, modes)
 
-    lengths = plans(OURS_AND_UPSTREAM, 1, (128, 512, 2048), "infer", "train")
-    modes = plans((*OURS_AND_UPSTREAM, "outplace-in-place"), 4, (512,), *MODES)
+    lengths = plans(1, (128, 512, 1024, 2048, 4096, 8192), "infer", "train")
+    modes = plans(4, (512,), *MODES)
     kinds: tuple[What, ...] = ("memory", "speed")
     on_cpu = [
         cell
@@ -143,7 +164,7 @@ def small_set() -> list[Cell]:
         for cell in grid(
             what,
             SMALL,
-            (*OURS_AND_UPSTREAM, "outplace-eager", "outplace-in-place"),
+            (*IN_PLACE_AND_NOT, "outplace-blockwise", *OTHERS),
             ("cpu",),
             ("float32",),
             (1,),
@@ -171,7 +192,7 @@ def cuda_set() -> list[Cell]:
         for cell in grid(
             what,
             ("deberta-base", "deberta-v3-base", "esm2_t33_650M_UR50D"),
-            (*OURS_AND_UPSTREAM, *IMPLEMENTATIONS[6:]),
+            (*OURS_AND_UPSTREAM, "outplace-in-place", *OTHERS),
             ("cuda",),
             ("float32", "bfloat16"),
             (8,),

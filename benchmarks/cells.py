@@ -17,6 +17,7 @@ MODES: tuple[Mode, ...] = ("infer", "train", "train-checkpoint", "train-selectiv
 IMPLEMENTATIONS = (
     "transformers",
     "transformers-sdpa",
+    "transformers-historic",
     "outplace",
     "outplace-eager",
     "outplace-sdpa",
@@ -27,7 +28,8 @@ IMPLEMENTATIONS = (
     "disentangled-flash",
     "faesm",
 )
-"""Library and attention path; `outplace` alone takes its "auto"."""
+"""Library and attention path; `outplace` alone takes its "auto". "transformers-historic" is the release
+that a report was made about, and "outplace-in-place" is "outplace-eager" with that release's lines."""
 
 
 @dataclass(frozen=True)

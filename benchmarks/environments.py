@@ -20,10 +20,11 @@ def environment(home: Path, packages: tuple[str, ...], *, with_project: bool = F
     python, done = home / "bin" / "python", home / "complete"
     if not done.exists():
         venv.create(home, with_pip=True, clear=True)
-        project = ["--editable", str(ROOT)] if with_project else []
-        wanted = [pinned("torch"), pinned("numpy"), *packages, *project]
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *wanted], check=True)
+        subprocess.run([*pip, pinned("torch"), pinned("numpy"), *packages], check=True)
+        if with_project:
+            # What the project needs comes with every transformers, in other versions with an old one.
+            subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
         done.touch()
     return python
 

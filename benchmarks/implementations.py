@@ -73,9 +73,14 @@ def build(cell: Cell, folder: Path | None) -> nn.Module:
         package = __import__(library)
         config = configuration(cell, package)
         kind = getattr(package, f"{cell.family}Model")
-        attention = (
-            {"in-place": "auto", "": "auto"}.get(path, path) if library == "outplace" else path or "eager"
-        )
+        # The historic lines are compared with ours where attention is spelt out as it was theirs.
+        named = {"in-place": "eager", "": "auto"}
+        attention = named.get(path, path) if library == "outplace" else path or "eager"
+        if path == "historic":
+            made = kind(config, **extra) if folder is None else kind.from_pretrained(folder, **extra)
+            # It looks for padding among the ids, to warn of it: fake ids have no values.
+            made.warn_if_padding_and_no_attention_mask = lambda *ids: None
+            return cast(nn.Module, made)
         if folder is not None:
             return cast(nn.Module, kind.from_pretrained(folder, attn_implementation=attention, **extra))
         if library == "transformers":
@@ -138,10 +143,12 @@ def _disentangled_flash(cell: Cell, folder: Path) -> nn.Module:
     import transformers
 
     model = transformers.DebertaV2Model.from_pretrained(folder)
+    # Where its Triton cannot run it leaves upstream's encoder in place, unless told to take torch.
+    backend = "torch" if cell.device == "cpu" else "triton"
     if cell.mode == "infer":
-        disentangled_flash.optimize_deberta(model.eval(), sequence_lengths=[cell.length])
+        disentangled_flash.optimize_deberta(model.eval(), backend=backend, sequence_lengths=[cell.length])
     else:
-        disentangled_flash.optimize_deberta_training(model)
+        disentangled_flash.optimize_deberta_training(model, backend=backend)
     return cast(nn.Module, model)
 
 
@@ -180,6 +187,8 @@ def prepare(model: nn.Module, cell: Cell, fake: bool) -> nn.Module:
 
             backbone = peft.prepare_model_for_kbit_training(quantize(backbone, "nf4", compute_dtype=dtype))
     if mode in ("lora", "qlora"):
+        if cell.impl == "transformers-historic":
+            raise Unavailable("no PEFT is installed beside the old releases")
         import peft
 
         adapters = peft.LoraConfig(r=RANK, lora_dropout=0.0, target_modules=TARGETS[cell.family])

@@ -1,4 +1,4 @@
-"""One cell in this process; prints a line of JSON. `running.py` starts it."""
+"""Cells in this process, a line of JSON for each. `running.py` starts it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ class Step:
         # What torch itself chooses on CUDA, and what on a CPU.
         foreach = cell.device in ("plan", "cuda")
         self.optimizer = torch.optim.AdamW(trained, foreach=foreach) if self.training else None
+        if self.optimizer is not None:
+            # Its state exists before the step that is measured; gradients of zeros change no weight by it.
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = 0.0
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def __call__(self, ledger: Ledger | None = None) -> None:
         if ledger is not None:
@@ -80,7 +88,8 @@ class Step:
         if self.optimizer is not None:
             ledger.name("optimizer state", self.state())
         with ledger.watching():
-            for _ in range(2):
+            # In inference the first pass may keep what the next ones use.
+            for _ in range(1 if self.training else 2):
                 self(ledger)
         return ledger.peak()
 
@@ -283,16 +292,17 @@ def result(cell: Cell, folder: Path | None, snapshot: Path | None = None) -> dic
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("cell", type=json.loads)
+    parser.add_argument("cells", type=json.loads)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--snapshot", type=Path)
     parser.add_argument("--write-checkpoint", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.write_checkpoint:
-        write_checkpoint(cast(str, args.cell["model"]), args.folder)
+        write_checkpoint(cast(str, args.cells[0]["model"]), args.folder)
         return 0
-    print(json.dumps(result(Cell.of(args.cell), args.folder, args.snapshot)))
+    for row in args.cells:
+        print(json.dumps(result(Cell.of(row), args.folder, args.snapshot)), flush=True)
     return 0
 
 

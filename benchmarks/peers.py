@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from threading import Lock
 
+from .cells import Cell
 from .environments import environment
 
+UPSTREAM = "transformers==5.24.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "fair-esm": ("fair-esm==2.0.0", "transformers==5.24.0"),
-    "flashdeberta": ("flashdeberta==0.0.8", "transformers==5.24.0"),
-    "disentangled-flash": ("disentangled-flash==1.1.1", "transformers==5.24.0"),
-    "faesm": ("faesm==0.1.1", "transformers==5.24.0"),
+    "fair-esm": ("fair-esm==2.0.0", UPSTREAM),
+    "flashdeberta": ("flashdeberta==0.0.8", UPSTREAM),
+    "disentangled-flash": ("disentangled-flash==1.1.1", UPSTREAM),
+    "faesm": ("faesm==0.1.1", UPSTREAM),
 }
 """What is installed beside torch and this project."""
+HISTORIC = {
+    "Deberta": "transformers==4.46.3",
+    "DebertaV2": "transformers==4.46.3",
+    "Esm": "transformers==4.33.3",
+}
+"""The releases that the reports of in-place writes were made about."""
+_making = Lock()
 
 
-def interpreter(impl: str, home: Path) -> Path:
-    """The Python that runs an implementation.
+def interpreter(cell: Cell, home: Path) -> Path:
+    """The Python that runs the cell's implementation: this one, or that of an environment in the folder.
 
     Raises:
         subprocess.CalledProcessError: its packages cannot be installed.
     """
-    return environment(home / impl, PACKAGES[impl], with_project=True)
+    historic = (HISTORIC[cell.family],) if cell.impl == "transformers-historic" else None
+    packages = historic or PACKAGES.get(cell.impl)
+    if packages is None:
+        return Path(sys.executable)
+    with _making:
+        return environment(home / packages[0].replace("==", "-"), packages, with_project=True)

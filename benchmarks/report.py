@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .answers import conditions_tables, exponents, in_place_tables
 from .bench import cuda_set
-from .cells import IMPLEMENTATIONS, Cell
+from .cells import Cell
 from .fit import GB, GPUS, PLANNED, largest_batch
 from .memory import KINDS
 from .running import NOT_MEASURED, Row
 from .shapes import MODELS
+from .tables import MIB, in_groups, order, put_block, table
 
-MIB = 2**20
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Told apart by the colour-blind too (Okabe and Ito); lines differ in marks and dashes, bars in hatching."""
-MARKS, DASHES, HATCHES = "os^Dvx*", ("-", "--", "-.", ":"), ("", "///", "...", "xxx", "\\\\\\", "+++")
+MARKS, DASHES, HATCHES = "os^Dvx*", ("-", "--", "-.", ":"), ("", "//", "--", "xx", "\\\\", "||")
 WAYS = {
     "plan": "planned for CUDA",
     "plan-cpu": "planned for a CPU",
@@ -36,8 +36,7 @@ dtype of the table; LoRA has rank 8 on queries and values; QLoRA is LoRA over 4-
 recomputed, planned by a stand-in with the layout of bitsandbytes. `outplace` takes the attention that its
 "auto" takes on that device. The floor is the least that the mathematics needs.
 
-When the errors occur that this project began with is in [regressions.json](../results/regressions.json) and
-[docs/compatibility.md](../../docs/compatibility.md).
+What it costs not to write in place is told in [docs/out-of-place.md](../../docs/out-of-place.md).
 """
 
 GPU_SCRIPT = """\
@@ -52,11 +51,12 @@ them here.
 """
 
 
-def write(found: list[dict[str, Any]], folder: Path) -> None:
+def write(found: list[dict[str, Any]], folder: Path, page: Path | None = None) -> None:
     """`README.md` and plots in the folder, which is made.
 
     Args:
         found: the contents of files of results; later rows take the place of earlier ones.
+        page: a document with a block for what it costs not to write in place, which is written anew.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -64,6 +64,8 @@ def write(found: list[dict[str, Any]], folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
+    # Text as text keeps the files small, and a fixed salt keeps what has not changed.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "outplace", "hatch.linewidth": 0.5})
     folder.mkdir(parents=True, exist_ok=True)
     rows = list({Cell.of(row): row for file in found for row in file["rows"]}.values())
     parts = [
@@ -73,6 +75,8 @@ def write(found: list[dict[str, Any]], folder: Path) -> None:
         *memory_tables(rows),
         "## Memory against length\n",
         *length_plots(rows, folder, "memory", "peak", 1 / MIB, "peak memory, MiB"),
+        "## How activations grow\n",
+        *exponents(rows),
         "## What the peak is made of\n",
         *peak_parts(rows, folder),
         "## The largest batch\n",
@@ -85,6 +89,8 @@ def write(found: list[dict[str, Any]], folder: Path) -> None:
         *other_tables(found),
     ]
     (folder / "README.md").write_text("\n".join(parts).rstrip() + "\n")
+    if page is not None:
+        put_block(page, "\n".join(in_place_tables(rows) + conditions_tables(found)))
 
 
 def environments(found: list[dict[str, Any]]) -> str:
@@ -95,26 +101,6 @@ def environments(found: list[dict[str, Any]]) -> str:
         device = values["device"] or f"{values['cores']} cores, {values['threads']} threads, no GPU"
         lines.append(f"Measured at commit `{(values['commit'] or 'unknown')[:12]}`, {versions}; {device}.")
     return "\n".join([*lines, ""])
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
-    head = list(head)
-    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows)) + "\n"
-
-
-def order(impl: str) -> int:
-    return IMPLEMENTATIONS.index(impl)
-
-
-def in_groups(rows: Iterable[Row], *fields: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Rows that agree in fields, the implementations of each in their order."""
-
-    def key(row: Row) -> tuple[Any, ...]:
-        return tuple(row[field] for field in fields)
-
-    ordered = sorted(rows, key=lambda row: (*key(row), order(row["impl"])))
-    return [(name, list(group)) for name, group in itertools.groupby(ordered, key)]
 
 
 def of_fits(row: Row) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,6 +23,8 @@ from .cells import Cell, size_of
 from .peers import PACKAGES, interpreter
 
 NOT_MEASURED = "not yet measured"
+TOGETHER = 6
+"""Planned cells in one process, which would otherwise take as long to start as to plan."""
 Row = dict[str, Any]
 
 
@@ -121,52 +123,71 @@ class Runner:
     ) -> None:
         self.folder, self.peers, self.limit, self.snapshots = folder, peers, limit, snapshots
 
-    def run(self, cell: Cell) -> Row:
-        """The cell's figures, or the reason why it has none."""
+    def run(self, *cells: Cell) -> list[Row]:
+        """The figures of cells of one implementation and device, or the reasons why they have none.
+
+        One process takes all; one that dies is not the end of the cells after it.
+        """
+        first = cells[0]
+        if first.impl in PACKAGES and first.device.startswith("plan"):
+            return [{"reason": "only outplace and transformers are planned"}] * len(cells)
         try:
-            python = Path(sys.executable)
-            if cell.impl in PACKAGES:
-                if cell.device.startswith("plan"):
-                    return {"reason": "only outplace and transformers are planned"}
-                python = interpreter(cell.impl, self.peers)
+            python = interpreter(first, self.peers)
             arguments = []
-            if not cell.device.startswith("plan"):
-                arguments += ["--folder", str(self.checkpoint(cell))]
-            if self.snapshots is not None and cell.device == "cuda" and cell.what == "memory":
-                name = "-".join(map(str, cell.key)) + ".pickle"
+            if not first.device.startswith("plan"):
+                arguments += ["--folder", str(self.checkpoint(first))]
+            if self.snapshots is not None and first.device == "cuda" and first.what == "memory":
+                name = "-".join(map(str, first.key)) + ".pickle"
                 arguments += ["--snapshot", str(self.snapshots / name)]
-            return self._child(python, cell, *arguments)
-        except subprocess.TimeoutExpired:
-            return {"reason": f"took more than {self.limit:.0f} s"}
         except subprocess.CalledProcessError as error:
-            return {"reason": f"could not be made ready: {_last_line(error.stderr)}"}
+            return [{"reason": f"could not be made ready: {_last_line(error.stderr)}"}] * len(cells)
+        rows: list[Row] = []
+        while len(rows) < len(cells):
+            rows += self._children(python, cells[len(rows) :], *arguments)
+        return rows
 
     def checkpoint(self, cell: Cell) -> Path:
         """Upstream's checkpoint of the cell's model, written where it is not there yet."""
         home = self.folder / cell.model
         if not (home / "reference.safetensors").exists():
             home.mkdir(parents=True, exist_ok=True)
-            finished = self._process(Path(sys.executable), cell, "--write-checkpoint", "--folder", str(home))
+            finished = self._process(
+                Path(sys.executable), [cell], "--write-checkpoint", "--folder", str(home)
+            )
             finished.check_returncode()
         return home
 
-    def _process(self, python: Path, cell: Cell, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(python), "-m", f"{__package__}.measure", json.dumps(asdict(cell)), *arguments]
+    def _process(
+        self, python: Path, cells: Sequence[Cell], *arguments: str
+    ) -> subprocess.CompletedProcess[str]:
+        given = json.dumps([asdict(cell) for cell in cells])
+        command = [str(python), "-m", f"{__package__}.measure", given, *arguments]
         # The folder it is started in is not searched: a checkout's outplace/ is less than the package.
         surroundings = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"}
-        if cell.impl in PACKAGES:
+        if python != Path(sys.executable):
             surroundings.pop("PYTHONPATH", None)
-        return subprocess.run(command, capture_output=True, text=True, timeout=self.limit, env=surroundings)
+        limit = self.limit * len(cells)
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=surroundings)
 
-    def _child(self, python: Path, cell: Cell, *arguments: str) -> Row:
-        finished = self._process(python, cell, *arguments)
-        if finished.returncode < 0:
-            why = "probably out of memory" if finished.returncode == -9 else "it crashed"
-            return {"reason": f"killed by signal {-finished.returncode}: {why}"}
-        if finished.returncode:
-            return {"reason": _last_line(finished.stderr)}
-        row: Row = json.loads(finished.stdout.splitlines()[-1])
-        return row
+    def _children(self, python: Path, cells: Sequence[Cell], *arguments: str) -> list[Row]:
+        """Rows up to the first that ends its process, at least one."""
+        try:
+            finished = self._process(python, cells, *arguments)
+            written = finished.stdout
+        except subprocess.TimeoutExpired as error:
+            finished = None
+            written = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        rows: list[Row] = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+        if len(rows) == len(cells):
+            return rows
+        if finished is None:
+            why = f"took more than {self.limit:.0f} s"
+        elif finished.returncode < 0:
+            cause = "probably out of memory" if finished.returncode == -9 else "it crashed"
+            why = f"killed by signal {-finished.returncode}: {cause}"
+        else:
+            why = _last_line(finished.stderr)
+        return [*rows, {"reason": why}]
 
 
 def _last_line(text: str | None) -> str:
@@ -186,18 +207,31 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
         results.add(cell, figures)
         progress.step(" ".join(map(str, cell.key)))
 
-    planned = [cell for cell in cells if cell.device.startswith("plan")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for cell, figures in zip(planned, pool.map(runner.run, planned), strict=True):
-            record(cell, figures)
+        parts = list(together([cell for cell in cells if cell.device.startswith("plan")]))
+        for part, rows in zip(parts, pool.map(lambda part: runner.run(*part), parts), strict=True):
+            for cell, figures in zip(part, rows, strict=True):
+                record(cell, figures)
     for _, found in itertools.groupby((c for c in cells if not c.device.startswith("plan")), size_of):
         group = list(found)
         if group[0].what == "memory":
             for cell in group:
-                record(cell, runner.run(cell))
+                record(cell, *runner.run(cell))
             continue
-        for cell, figures in zip(group, turns(group, runner.run, repeats), strict=True):
+        for cell, figures in zip(group, turns(group, lambda cell: runner.run(cell)[0], repeats), strict=True):
             record(cell, figures)
+
+
+def together(cells: list[Cell]) -> Iterator[list[Cell]]:
+    """The cells of each implementation of a model, few enough that little is lost when one is stopped."""
+
+    def key(cell: Cell) -> tuple[str, str]:
+        return cell.model, cell.impl
+
+    for _, group in itertools.groupby(sorted(cells, key=key), key):
+        same = list(group)
+        for start in range(0, len(same), TOGETHER):
+            yield same[start : start + TOGETHER]
 
 
 def turns(group: list[Cell], run: Callable[[Cell], Row], repeats: int) -> list[Row]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from outplace.benchmarks import bench, measure, report, running
+from outplace.benchmarks import answers, bench, measure, peers, report, running, tables
 from outplace.benchmarks.cells import Cell, grid, shard
+from outplace.benchmarks.conditions import Variant, verdict
 from outplace.benchmarks.fit import exact_batch, largest_batch
 from outplace.benchmarks.floors import floor
-from outplace.benchmarks.in_place import in_place
+from outplace.benchmarks.in_place import LINES, in_place
 from outplace.benchmarks.memory import Ledger
 from outplace.benchmarks.shapes import DEBERTA, ESM, MODELS, V3, shape
 from torch import Tensor, nn
@@ -185,6 +187,57 @@ def test_in_place_lines_are_put_back_and_taken_out_again() -> None:
     assert not audit(model, ids).writes
 
 
+PLAIN, DROPPED, RECOMPUTED = Variant(True, 0.0, None), Variant(True, 0.1, None), Variant(True, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "embedded", "linears", "variant", "expected"),
+    [
+        ("embeddings += position_embeddings", "DebertaV2", "words", "plain", RECOMPUTED, "fine"),
+        ("embeddings += position_embeddings", "DebertaV2", "leaf", "plain", RECOMPUTED, "raises: a leaf"),
+        ("embeddings += position_embeddings", "DebertaV2", "given", "plain", PLAIN, "wrong gradients"),
+        ("hidden_states += input_tensor", "Esm", "words", "views", PLAIN, "raises: Output 0 of _Product"),
+        ("hidden_states += input_tensor", "Esm", "words", "views", DROPPED, "fine"),
+    ],
+)
+def test_a_historic_line_fails_under_its_conditions(
+    line: str, family: str, embedded: Any, linears: Any, variant: Variant, expected: str
+) -> None:
+    found = next(x for x in LINES if x.historic == line and family in x.families)
+    assert verdict(found, family, embedded, linears, variant).startswith(expected)
+
+
+def test_a_summary_says_which_variants_fail() -> None:
+    raises = "raises: a leaf"
+    assert answers.summary({"eval": raises, "train, dropout 0.1": raises}) == "raises"
+    assert answers.summary({"eval": raises, "train, dropout 0.1": "fine"}) == "raises without dropout"
+    found = {"eval": "fine", "train, dropout 0": raises, "train, dropout 0.1": "fine"}
+    assert answers.summary(found) == "raises in train, dropout 0"
+
+
+def test_an_exponent_is_that_of_the_power_law() -> None:
+    assert answers.slope({x: 3 * x**2 for x in (128, 512, 4096)}) == pytest.approx(2)
+
+
+def test_historic_releases_run_in_an_environment_of_their_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, tuple[str, ...]]] = []
+
+    def environment(home: Path, packages: tuple[str, ...], *, with_project: bool) -> Path:
+        made.append((home.name, packages))
+        return home
+
+    monkeypatch.setattr(peers, "environment", environment)
+    for model in TINY:
+        peers.interpreter(Cell("memory", model, "transformers-historic"), tmp_path)
+    assert made == [
+        ("transformers-4.46.3", ("transformers==4.46.3",)),
+        ("transformers-4.46.3", ("transformers==4.46.3",)),
+        ("transformers-4.33.3", ("transformers==4.33.3",)),
+    ]
+
+
 def test_a_cell_whose_outputs_differ_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure.write_checkpoint("tiny-esm", tmp_path)
     cell = Cell("speed", "tiny-esm", "outplace", "cpu", batch=1, length=16)
@@ -253,9 +306,10 @@ def test_results_are_kept_and_what_is_there_is_not_measured_again(tmp_path: Path
     asked: list[str] = []
 
     class Counting(running.Runner):
-        def run(self, cell: Cell) -> dict[str, Any]:
-            asked.append(cell.impl)
-            return {"reason": "no"} if cell.impl == "fair-esm" else {"seconds": 1.0 + len(asked)}
+        def run(self, *cells: Cell) -> list[dict[str, Any]]:
+            asked.extend(cell.impl for cell in cells)
+            fails = cells[0].impl == "fair-esm"
+            return [{"reason": "no"} if fails else {"seconds": 1.0 + len(asked)}]
 
     runner, path = Counting(tmp_path, tmp_path), tmp_path / "results.json"
     running.measure(cells, running.Results(path), runner, repeats=3)
@@ -273,7 +327,33 @@ def test_results_are_kept_and_what_is_there_is_not_measured_again(tmp_path: Path
 def test_a_process_that_dies_is_a_row(tmp_path: Path) -> None:
     runner = running.Runner(tmp_path, tmp_path, limit=0.01)
     found = runner.run(Cell("memory", "deberta-v3-xsmall", "outplace", "plan"))
-    assert found == {"reason": "took more than 0 s"}
+    assert found == [{"reason": "took more than 0 s"}]
+
+
+def test_cells_after_one_that_ends_its_process_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies at its second cell, each time it has two."""
+
+    def process(python: Path, cells: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+        rows = "\n".join(json.dumps({"peak": cell.length}) for cell in cells[:1])
+        return subprocess.CompletedProcess([], -9 if len(cells) > 1 else 0, rows, "")
+
+    runner = running.Runner(tmp_path, tmp_path)
+    monkeypatch.setattr(runner, "_process", process)
+    cells = [Cell("memory", "tiny-esm", "outplace", "plan", length=n) for n in (1, 2, 3)]
+    killed = {"reason": "killed by signal 9: probably out of memory"}
+    assert runner.run(*cells) == [{"peak": 1}, killed, {"peak": 3}]
+
+
+def test_planned_cells_share_processes_by_model_and_implementation() -> None:
+    cells = grid(
+        "memory", TINY, ("transformers", "outplace"), ("plan",), ("float32",), (1,), range(8), ("infer",)
+    )
+    parts = list(running.together(cells))
+    assert sorted(cell.key for part in parts for cell in part) == sorted(cell.key for cell in cells)
+    assert all(len({(cell.model, cell.impl) for cell in part}) == 1 for part in parts)
+    assert max(map(len, parts)) == running.TOGETHER
 
 
 def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
@@ -285,7 +365,12 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
             rows.append({**vars(cell), **measure.result(cell, None)})
         speed = Cell("speed", "tiny-esm", impl)
         rows.append({**vars(speed), "path": "sdpa", "seconds": 2.0, "repeats": [2.0, 2.0, 4.0], "floor": 1.0})
-    report.write([{"environment": running.environment(), "rows": rows}], tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"Before.\n\n{tables.BEGIN}\nold\n{tables.END}\n\nAfter.\n")
+    report.write([{"environment": running.environment(), "rows": rows}], tmp_path, page)
+    assert page.read_text().startswith(f"Before.\n\n{tables.BEGIN}\n\nMemory, planned")
+    assert page.read_text().endswith(f"{tables.END}\n\nAfter.\n")
+    assert "old" not in page.read_text()
     text = (tmp_path / "README.md").read_text()
     assert running.NOT_MEASURED in text, "no GPU has been asked"
     assert "| tiny-esm | infer | 1 × 128 | outplace | sdpa | 1.00 | 1.00 to 1.00 | 2.0 |" in text

@@ -1,0 +1,47 @@
+"""Rows of results in groups, and as tables in Markdown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .cells import IMPLEMENTATIONS
+from .running import Row
+
+MIB = 2**20
+BEGIN, END = "<!-- written by `outplace bench report` -->", "<!-- until here -->"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
+    head = list(head)
+    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows)) + "\n"
+
+
+def order(impl: str) -> int:
+    return IMPLEMENTATIONS.index(impl)
+
+
+def in_groups(rows: Iterable[Row], *fields: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows that agree in fields, the implementations of each in their order."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row[field] for field in fields)
+
+    ordered = sorted(rows, key=lambda row: (*key(row), order(row["impl"])))
+    return [(name, list(group)) for name, group in itertools.groupby(ordered, key)]
+
+
+def put_block(page: Path, text: str) -> None:
+    """Put the text between the marks of a document.
+
+    Raises:
+        ValueError: it has no marks.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no {BEGIN} with {END} after it")
+    page.write_text(f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")
