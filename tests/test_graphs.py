@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from outplace.graphs import capture, reading_no_values
 from outplace.models.attention import fused
+
+from outplace.graphs import capture, reading_no_values
 
 FAMILIES = pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +38,19 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 @needs_triton
 def test_the_kernels_under_the_interpreter() -> None:
     run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)], **INTERPRETED)
+
+
+@needs_triton
+def test_the_benchmark_measures_and_checks_every_path(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [str(HERE.parent / "benchmarks" / "attention_cuda.py"), "--smoke", "--out", str(out)]
+    run(command, **INTERPRETED)
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["impl"] for row in rows} >= {"eager", "sdpa", "blockwise", "triton", "triton-packed"}
+    assert all(row["difference"] < 1e-5 and row["seconds"] > 0 for row in rows)
+    written = out.stat().st_mtime_ns
+    run(command, **INTERPRETED)  # all is measured
+    assert out.stat().st_mtime_ns == written
 
 
 @pytest.mark.cuda
