@@ -146,15 +146,17 @@ def attention(cell: Cell, device: torch.device, heads: int) -> tuple[Step, Calla
     given = None if min(cell.lengths) == length else mask
     scale, pairs = (3.0 * WIDTH) ** 0.5, places.pairs() if cell.impl in ("eager", "sdpa") else None
 
-    def run(impl: str, inputs: list[Tensor], mask: Tensor | None, pairs: Tensor | None) -> Tensor:
+    def run(impl: str, inputs: Any, mask: Tensor | None, pairs: Tensor | None) -> Tensor:
+        query, key, value, to_key, to_query = inputs
+        content, tables = (query, key, value), (to_key, to_query)
         if impl == "eager":
-            return eager_attention(*inputs, pairs, pair_mask(mask), scale, 0.0)[0].transpose(1, 2)
+            return eager_attention(*content, *tables, pairs, pair_mask(mask), scale, 0.0)[0].transpose(1, 2)
         if impl == "sdpa":
-            return sdpa_attention(*inputs, pairs, pair_mask(mask), scale, 0.0).transpose(1, 2)
+            return sdpa_attention(*content, *tables, pairs, pair_mask(mask), scale, 0.0).transpose(1, 2)
         function = fused.triton_attention if impl == "triton" else blockwise_attention
-        return function(*inputs, places, mask, scale, 0.0)
+        return function(*content, *tables, places, mask, scale, 0.0)
 
-    def results(impl: str, inputs: list[Tensor], mask: Tensor | None, pairs: Tensor | None) -> list[Tensor]:
+    def results(impl: str, inputs: Any, mask: Tensor | None, pairs: Tensor | None) -> list[Tensor]:
         if cell.mode == "forward":
             with torch.no_grad():
                 return [run(impl, inputs, mask, pairs)]
@@ -229,14 +231,16 @@ def models(cell: Cell, device: torch.device) -> tuple[Step, Callable[[], float]]
 
         def replay() -> Tensor:
             graph.replay()
-            return output.last_hidden_state[mask]
+            replayed: Tensor = output.last_hidden_state[mask]
+            return replayed
 
         return replay, lambda: apart(replay().cpu(), expected)
 
     def step() -> Tensor:
         if cell.mode == "forward":
             with torch.no_grad():
-                return model(**inputs, **options).last_hidden_state[mask]
+                states: Tensor = model(**inputs, **options).last_hidden_state[mask]
+            return states
         states = model(**inputs, **options).last_hidden_state[mask]
         states.float().square().mean().backward()
         for parameter in model.parameters():
@@ -320,7 +324,7 @@ def main() -> None:
                 if time.monotonic() - started > args.seconds:
                     return
         return
-    state = {"environment": environment(device), "rows": []}
+    state: dict[str, Any] = {"environment": environment(device), "rows": []}
     if args.out and args.out.exists():
         before = json.loads(args.out.read_text())
         if before["environment"] != state["environment"]:
