@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -39,10 +40,42 @@ def test_the_kernels_under_the_interpreter() -> None:
     run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)], **INTERPRETED)
 
 
+@needs_triton
+def test_the_benchmark_measures_and_checks_every_path(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [str(HERE.parent / "benchmarks" / "attention_cuda.py"), "--smoke", "--out", str(out)]
+    run(command, **INTERPRETED)
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["impl"] for row in rows} >= {"eager", "sdpa", "blockwise", "triton", "triton-packed"}
+    assert all(row["difference"] < 1e-5 and row["seconds"] > 0 for row in rows)
+    written = out.stat().st_mtime_ns
+    run(command, **INTERPRETED)  # all is measured
+    assert out.stat().st_mtime_ns == written
+
+
 @pytest.mark.cuda
 @needs_triton
 def test_the_kernels_on_a_device() -> None:
     run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)], TRITON_INTERPRET="0")
+
+
+# What is compiled, without a device
+
+BUILD = str(HERE / "triton_build.py")
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ["80", "90", "120"])
+def test_a_kernel_compiles_for_each_generation_of_devices(architecture: str) -> None:
+    case = ["--widths", "32", "--dtypes", "float16", "--dropout", "0", "--kernels", "backward_of_queries"]
+    run([BUILD, architecture, *case], TRITON_INTERPRET="0")
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("architecture", ["80", "86", "89", "90", "100", "120"])
+def test_all_kernels_compile_for_each_architecture_within_its_shared_memory(architecture: str) -> None:
+    run([BUILD, architecture], TRITON_INTERPRET="0")
 
 
 # The plan, where there is no kernel to run
@@ -60,6 +93,17 @@ def test_missing_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not in torch.float64" in str(fused.missing(64, torch.float64, cuda))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert fused.missing(64, torch.float32, cpu) is None
+
+
+def test_old_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_triton_is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, why in (
+        ((7, 5), "it needs compute capability 8.0, and the device has 7.5"),
+        ((8, 0), None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert fused.missing(64, torch.float16, torch.device("cuda")) == why
 
 
 @pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])

@@ -28,6 +28,8 @@ from .dropout import draw_seed
 from .slots import SlotTable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CAPABILITY = (8, 0)
+"""The oldest compute capability: before it Triton multiplies without tensor cores."""
 MAX_WIDTH = 128
 """The widest head that has blocks."""
 TABLE_BYTES = 32 << 20
@@ -52,25 +54,26 @@ class Blocks:
 
 
 FORWARD: dict[tuple[int, int], Blocks] = {
-    (16, 2): Blocks(128, 64, 4, 3),
-    (32, 2): Blocks(128, 64, 4, 3),
-    (64, 2): Blocks(128, 64, 4, 3),
-    (128, 2): Blocks(128, 64, 8, 2),
-    (16, 4): Blocks(64, 64, 4, 2),
-    (32, 4): Blocks(64, 64, 4, 2),
-    (64, 4): Blocks(64, 32, 4, 2),
-    (128, 4): Blocks(64, 32, 4, 2),
+    (16, 2): Blocks(128, 32, 8, 2),
+    (32, 2): Blocks(128, 32, 8, 2),
+    (64, 2): Blocks(128, 32, 8, 2),
+    (128, 2): Blocks(64, 32, 8, 2),
+    (16, 4): Blocks(64, 32, 4, 1),
+    (32, 4): Blocks(64, 32, 4, 1),
+    (64, 4): Blocks(32, 32, 8, 1),
+    (128, 4): Blocks(16, 32, 8, 1),
 }
-"""By head width, rounded up, and bytes of a number. `benchmarks/attention_cuda.py` looks for better ones."""
+"""By head width, rounded up, and bytes of a number: what compiles with few registers spilt, and into the
+shared memory of every device of `CAPABILITY` or newer. `benchmarks/attention_cuda.py --tune` times others."""
 BACKWARD: dict[tuple[int, int], Blocks] = {
-    (16, 2): Blocks(64, 64, 4, 2),
-    (32, 2): Blocks(64, 64, 4, 2),
-    (64, 2): Blocks(64, 64, 4, 2),
-    (128, 2): Blocks(64, 64, 8, 1),
-    (16, 4): Blocks(32, 32, 4, 2),
-    (32, 4): Blocks(32, 32, 4, 2),
-    (64, 4): Blocks(32, 32, 4, 1),
-    (128, 4): Blocks(32, 32, 4, 1),
+    (16, 2): Blocks(64, 32, 4, 1),
+    (32, 2): Blocks(64, 32, 4, 1),
+    (64, 2): Blocks(64, 32, 4, 1),
+    (128, 2): Blocks(32, 32, 4, 1),
+    (16, 4): Blocks(32, 32, 4, 1),
+    (32, 4): Blocks(32, 32, 4, 1),
+    (64, 4): Blocks(32, 32, 8, 1),
+    (128, 4): Blocks(16, 32, 8, 1),
 }
 """As `FORWARD`, for both kernels of backward."""
 
@@ -91,6 +94,11 @@ def missing(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
         return "the package triton is not installed (`pip install triton`; torch's builds for CUDA bring it)"
     if device.type != "cuda" and not is_interpreted():
         return f"it runs on CUDA devices, not on {device.type}, unless TRITON_INTERPRET=1 is set"
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < CAPABILITY:
+            has, needs = (".".join(map(str, x)) for x in (capability, CAPABILITY))
+            return f"it needs compute capability {needs}, and the device has {has}"
     if width > MAX_WIDTH:
         return f"heads are {width} wide, and it has blocks up to {MAX_WIDTH}"
     if dtype not in DTYPES:

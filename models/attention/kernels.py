@@ -47,28 +47,37 @@ def load_real(MASK, start, place, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def first_row(X, row, columns):
+    """A matrix of contiguous rows, from a row on."""
+    return X + tl.cast(row, tl.int64) * columns
+
+
+@triton.jit
 def score(
-    q, k, C, P, SLOTS, start, i, j, i_inside, j_inside, i_real, j_real, scale, length, rows,
+    q, k, C, P, SLOTS, i, j, i_inside, j_inside, i_real, j_real, scale, length, rows,
     WHERE: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of queries `i` and keys `j`, in base 2: [queries, keys]."""
+    """Scores of queries `i` and keys `j`, in base 2: [queries, keys]. C and P begin with the first of them.
+
+    So what is added to them is in 32 bits for any size, and takes half the registers.
+    """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    c = C + (start + i).to(tl.int64) * rows
-    p = P + (start + j).to(tl.int64) * rows
+    c = tl.arange(0, i.shape[0]) * rows
+    p = tl.arange(0, j.shape[0]) * rows
     if WHERE == BAND:
         inside = i_inside[:, None] & j_inside[None, :]
         if C2P or P2C:
             slot = tl.load(SLOTS + (i[:, None] - j[None, :] + length - 1), mask=inside, other=0)
             if C2P:
-                s += tl.load(c[:, None] + slot, mask=inside, other=0.0).to(tl.float32)
+                s += tl.load(C + (c[:, None] + slot), mask=inside, other=0.0).to(tl.float32)
             if P2C:
-                s += tl.load(p[None, :] + slot, mask=inside, other=0.0).to(tl.float32)
+                s += tl.load(P + (p[None, :] + slot), mask=inside, other=0.0).to(tl.float32)
     else:
         edge = 0 if WHERE == FIRST else rows - 1
         if C2P:
-            s += tl.load(c + edge, mask=i_inside, other=0.0).to(tl.float32)[:, None]
+            s += tl.load(C + (c + edge), mask=i_inside, other=0.0).to(tl.float32)[:, None]
         if P2C:
-            s += tl.load(p + edge, mask=j_inside, other=0.0).to(tl.float32)[None, :]
+            s += tl.load(P + (p + edge), mask=j_inside, other=0.0).to(tl.float32)[None, :]
     s = s * LOG2E
     if MASKED:
         # A query that is padding attends uniformly.
@@ -117,8 +126,8 @@ def attend_to(
         j_real = load_real(MASK, start, j, j_inside, MASKED)
         k = load_rows(K, start + j, k_token, j_inside, WIDTH, PADDED)
         s = score(
-            q, k, C, P, SLOTS, start, i, j, i_inside, j_inside, i_real, j_real, scale, length, rows,
-            WHERE, C2P, P2C, MASKED, PRECISION,
+            q, k, C, first_row(P, tile * N, rows), SLOTS, i, j, i_inside, j_inside, i_real, j_real,
+            scale, length, rows, WHERE, C2P, P2C, MASKED, PRECISION,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(s, 1))
         shrink = tl.exp2(peak - higher)
@@ -152,8 +161,8 @@ def forward(
         q = load_rows(Q + head.to(tl.int64) * q_head, start + i, q_token, i_inside, WIDTH, PADDED)
         K += head.to(tl.int64) * k_head
         V += head.to(tl.int64) * v_head
-        C += head.to(tl.int64) * tokens * rows
-        P += head.to(tl.int64) * tokens * rows
+        C += (head.to(tl.int64) * tokens + start + first_query) * rows
+        P += (head.to(tl.int64) * tokens + start) * rows
         stream = seed + sequence.to(tl.int64) * heads + head
         total = tl.zeros((M,), tl.float32)
         peak = tl.full((M,), float("-inf"), tl.float32)
@@ -184,14 +193,14 @@ def forward(
 
 @triton.jit
 def score_gradient(
-    q, k, v, grad, lse, delta, C, P, SLOTS, start, i, j, i_inside, j_inside, i_real, j_real,
+    q, k, v, grad, lse, delta, C, P, SLOTS, i, j, i_inside, j_inside, i_real, j_real,
     scale, length, rows, dropout, seed,
     WHERE: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The weights after dropout, and the gradient of the scores: both [queries, keys]."""
     s = score(
-        q, k, C, P, SLOTS, start, i, j, i_inside, j_inside, i_real, j_real, scale, length, rows,
+        q, k, C, P, SLOTS, i, j, i_inside, j_inside, i_real, j_real, scale, length, rows,
         WHERE, C2P, P2C, MASKED, PRECISION,
     )  # fmt: skip
     weights = tl.exp2(s - lse[:, None])
@@ -209,19 +218,21 @@ def score_gradient(
 
 
 @triton.jit
-def store_band(BANDS, token, d_scores, distance, inside, low, high, columns):
-    """The gradients of scores whose distance is in the band, each where no other pair writes."""
-    column = distance - low + 1
-    pointers = BANDS + token.to(tl.int64) * columns + column
+def store_band(BANDS, row, d_scores, distance, inside, low, high, columns):
+    """The gradients of scores whose distance is in the band, each where no other pair writes.
+
+    BANDS begins with the first row of the program's, and rows count from it.
+    """
+    pointers = BANDS + (row * columns + (distance - low + 1))
     tl.store(
         pointers, d_scores.to(BANDS.dtype.element_ty), mask=inside & (distance >= low) & (distance < high)
     )
 
 
 @triton.jit
-def store_edges(BANDS, token, inside, of_first, of_last, low, high, columns):
+def store_edges(BANDS, row, inside, of_first, of_last, low, high, columns):
     """The sums of the gradients of scores on the first slot and on the last one, around the band."""
-    row = BANDS + token.to(tl.int64) * columns
+    row = BANDS + row * columns
     tl.store(row, of_first.to(BANDS.dtype.element_ty), mask=inside)
     tl.store(row + (high - low + 1), of_last.to(BANDS.dtype.element_ty), mask=inside)
 
@@ -241,8 +252,8 @@ def add_queries_gradient(
         k = load_rows(K, start + j, k_token, j_inside, WIDTH, PADDED)
         v = load_rows(V, start + j, v_token, j_inside, WIDTH, PADDED)
         _, d_scores = score_gradient(
-            q, k, v, grad, lse, delta, C, P, SLOTS, start, i, j, i_inside, j_inside, i_real, j_real,
-            scale, length, rows, dropout, seed, WHERE, C2P, P2C, MASKED, DROPOUT, PRECISION,
+            q, k, v, grad, lse, delta, C, first_row(P, tile * N, rows), SLOTS, i, j, i_inside, j_inside,
+            i_real, j_real, scale, length, rows, dropout, seed, WHERE, C2P, P2C, MASKED, DROPOUT, PRECISION,
         )  # fmt: skip
         d_q += tl.dot(d_scores.to(k.dtype), k, input_precision=PRECISION)
         if C2P:
@@ -253,7 +264,8 @@ def add_queries_gradient(
             else:
                 distance = i[:, None] - j[None, :]
                 inside = i_inside[:, None] & j_inside[None, :]
-                store_band(BANDS, (start + i)[:, None], d_scores, distance, inside, low, high, columns)
+                row = tl.arange(0, i.shape[0])[:, None]
+                store_band(BANDS, row, d_scores, distance, inside, low, high, columns)
                 of_first += tl.sum(tl.where(distance < low, d_scores, 0.0), 1)
                 of_last += tl.sum(tl.where(distance >= high, d_scores, 0.0), 1)
     return d_q, of_first, of_last
@@ -281,9 +293,9 @@ def backward_of_queries(
         grad = load_rows(GRAD + head.to(tl.int64) * grad_head, start + i, grad_token, i_inside, WIDTH, PADDED)
         K += head.to(tl.int64) * k_head
         V += head.to(tl.int64) * v_head
-        C += head.to(tl.int64) * tokens * rows
-        P += head.to(tl.int64) * tokens * rows
-        BANDS += head.to(tl.int64) * tokens * columns
+        C += (head.to(tl.int64) * tokens + start + first_query) * rows
+        P += (head.to(tl.int64) * tokens + start) * rows
+        BANDS += (head.to(tl.int64) * tokens + start + first_query) * columns
         stream = seed + sequence.to(tl.int64) * heads + head
         token = head.to(tl.int64) * tokens + start + i
         lse = tl.load(LSE + token, mask=i_inside, other=float("inf"))
@@ -314,7 +326,7 @@ def backward_of_queries(
         D_Q += head.to(tl.int64) * tokens * WIDTH
         store_rows(D_Q, start + i, WIDTH, i_inside, d_q * scale, WIDTH, PADDED)
         if C2P:
-            store_edges(BANDS, start + i, i_inside, of_first, of_last, low, high, columns)
+            store_edges(BANDS, tl.arange(0, M), i_inside, of_first, of_last, low, high, columns)
 
 
 @triton.jit
@@ -335,8 +347,8 @@ def add_keys_gradient(
         lse = tl.load(LSE + start + i, mask=i_inside, other=float("inf"))
         delta = tl.load(DELTA + start + i, mask=i_inside, other=0.0)
         weights, d_scores = score_gradient(
-            q, k, v, grad, lse, delta, C, P, SLOTS, start, i, j, i_inside, j_inside, i_real, j_real,
-            scale, length, rows, dropout, seed, WHERE, C2P, P2C, MASKED, DROPOUT, PRECISION,
+            q, k, v, grad, lse, delta, first_row(C, tile * M, rows), P, SLOTS, i, j, i_inside, j_inside,
+            i_real, j_real, scale, length, rows, dropout, seed, WHERE, C2P, P2C, MASKED, DROPOUT, PRECISION,
         )  # fmt: skip
         d_v += tl.dot(tl.trans(weights.to(grad.dtype)), grad, input_precision=PRECISION)
         d_k += tl.dot(tl.trans(d_scores.to(q.dtype)), q, input_precision=PRECISION)
@@ -348,7 +360,8 @@ def add_keys_gradient(
             else:
                 distance = i[:, None] - j[None, :]
                 inside = i_inside[:, None] & j_inside[None, :]
-                store_band(BANDS, (start + j)[None, :], d_scores, distance, inside, low, high, columns)
+                row = tl.arange(0, j.shape[0])[None, :]
+                store_band(BANDS, row, d_scores, distance, inside, low, high, columns)
                 of_first += tl.sum(tl.where(distance < low, d_scores, 0.0), 0)
                 of_last += tl.sum(tl.where(distance >= high, d_scores, 0.0), 0)
     return d_k, d_v, of_first, of_last
@@ -377,9 +390,9 @@ def backward_of_keys(
         GRAD += head.to(tl.int64) * grad_head
         LSE += head.to(tl.int64) * tokens
         DELTA += head.to(tl.int64) * tokens
-        C += head.to(tl.int64) * tokens * rows
-        P += head.to(tl.int64) * tokens * rows
-        BANDS += head.to(tl.int64) * tokens * columns
+        C += (head.to(tl.int64) * tokens + start) * rows
+        P += (head.to(tl.int64) * tokens + start + first_key) * rows
+        BANDS += (head.to(tl.int64) * tokens + start + first_key) * columns
         stream = seed + sequence.to(tl.int64) * heads + head
         d_k = tl.zeros((N, PADDED), tl.float32)
         d_v = tl.zeros((N, PADDED), tl.float32)
@@ -409,4 +422,4 @@ def backward_of_keys(
         store_rows(D_K, start + j, WIDTH, j_inside, d_k * scale, WIDTH, PADDED)
         store_rows(D_V, start + j, WIDTH, j_inside, d_v, WIDTH, PADDED)
         if P2C:
-            store_edges(BANDS, start + j, j_inside, of_first, of_last, low, high, columns)
+            store_edges(BANDS, tl.arange(0, N), j_inside, of_first, of_last, low, high, columns)
