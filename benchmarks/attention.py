@@ -4,7 +4,8 @@ Each figure is of a process of its own, the two libraries in turn; medians of th
 deberta-v3-base's with 1,000 words, since the embeddings are the same in both. Memory is the most that the
 first step of a length holds beyond what the process held before it (`VmHWM` - `VmRSS`), after a step over 8
 tokens that makes the gradients and, in ours, the position tables that inference keeps. Time is of the step
-after that.
+after that. The floor of time is the multiply-adds of the products that must be formed at the rate of a large
+product, measured in the same run; that of memory is what backward needs and cannot have without a product.
 """
 
 from __future__ import annotations
@@ -94,10 +95,13 @@ def main() -> None:
         return
     import torch
     import transformers
+    from outplace.benchmarks.cells import Cell
+    from outplace.benchmarks.floors import floor, product_rate
 
     rows = []
-    print("| step | tokens | seconds, upstream | ours | ratio | MB, upstream | ours | ratio |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    head = "step | tokens | seconds, upstream | ours | ratio | floor | MB, upstream | ours | ratio | floor"
+    print(f"| {head} |")
+    print("| --- |" + " ---: |" * 9)
     for mode in args.modes:
         for length in args.lengths:
             runs: dict[str, list[dict[str, float]]] = {library: [] for library in LIBRARIES}
@@ -107,12 +111,26 @@ def main() -> None:
                     command = [sys.executable, *sys.orig_argv[1 : -len(sys.argv)], __file__, *case]
                     output = subprocess.run(command, check=True, capture_output=True, text=True)
                     runs[library].append(json.loads(output.stdout.splitlines()[-1]))
-            row: dict[str, Any] = {"mode": mode, "length": length}
+            rate = product_rate(torch.device("cpu"), torch.float32)
+            kind = "infer" if mode == "eval" else "train"
+            # Without parameters, what is left of the floor is activations.
+            least = floor(Cell("speed", "deberta-v3-base", "outplace", length=length, mode=kind), 0)
+            floors = {
+                "seconds": least.multiply_adds / rate * args.layers / 12,
+                "peak": least.bytes * (args.layers / 12 if mode == "train" else 1),
+            }
+            row: dict[str, Any] = {"mode": mode, "length": length, "rate": rate}
             cells = [mode, f"{length:,}"]
-            for figure, unit in (("seconds", 1.0), ("peak", 1e6)):
+            for figure, unit, digits in (("seconds", 1.0, 2), ("peak", 1e6, 0)):
                 theirs, mine = (median(run[figure] for run in runs[library]) for library in LIBRARIES)
-                row |= {f"upstream {figure}": theirs, f"our {figure}": mine}
-                cells += [f"{theirs / unit:.2f}", f"{mine / unit:.2f}", f"{theirs / mine:.1f}"]
+                row |= {
+                    f"upstream {figure}": theirs,
+                    f"our {figure}": mine,
+                    f"least {figure}": floors[figure],
+                }
+                figures = (f"{x / unit:.{digits}f}" for x in (theirs, mine, floors[figure]))
+                shown_upstream, shown_ours, shown_floor = figures
+                cells += [shown_upstream, shown_ours, f"{theirs / mine:.2f}", shown_floor]
             rows.append(row)
             print("| " + " | ".join(cells) + " |", flush=True)
     if args.out:
