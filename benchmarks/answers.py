@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from .conditions import EMBEDDED, LINEARS
+from .fit import PLANNED
 from .running import NOT_MEASURED, Row
 from .tables import MIB, in_groups, table
 
@@ -100,7 +101,7 @@ def exponents(rows: list[Row]) -> list[str]:
         at_512 = [row for row in group if row["length"] == 512 and mode in ("infer", "train")]
         for name in ("deberta-v", "esm2"):
             by_size = {row["parameters"]: activations(row) for row in at_512 if row["model"].startswith(name)}
-            if len(by_size) > 2 and batch == 4:
+            if len(by_size) > 2 and batch == PLANNED[0]:
                 ends = f"{min(by_size) / 1e6:,.0f} to {max(by_size) / 1e6:,.0f} million"
                 by_family.append([f"{name}…", mode, impl, ends, f"{slope(by_size):.2f}"])
     return [
@@ -112,7 +113,7 @@ def exponents(rows: list[Row]) -> list[str]:
             lines,
             4,
         ),
-        "With the number of parameters, batch 4, 512 tokens:\n",
+        f"With the number of parameters, batch {PLANNED[0]}, 512 tokens:\n",
         table(["models", "mode", "implementation", "parameters", "exponent"], by_family, 4),
     ]
 

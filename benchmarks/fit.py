@@ -12,8 +12,9 @@ from .shapes import MODELS
 GPUS = (8, 16, 24, 40, 80, 141)
 GB = 10**9
 """A card sold with 24 GB has 24 · 2³⁰ bytes; the 7 % between are left for CUDA itself and for gaps."""
-PLANNED = 2, 4
-"""Batches that are planned: in between and beyond memory is taken to be linear."""
+PLANNED = 32, 64
+"""Batches that are planned: memory is taken to be linear. In smaller ones the peak of backward may be the
+gradients', which do not grow with the batch; the optimiser's step is never below that."""
 
 Figures = dict[str, Any]
 """A row of the results."""

@@ -147,6 +147,14 @@ def _disentangled_flash(cell: Cell, folder: Path) -> nn.Module:
     backend = "torch" if cell.device == "cpu" else "triton"
     if cell.mode == "infer":
         disentangled_flash.optimize_deberta(model.eval(), backend=backend, sequence_lengths=[cell.length])
+
+        def prepare_length(model: Any, arguments: tuple[Tensor]) -> None:
+            # What it prepares is for one length, and is dropped where the model is moved.
+            length = arguments[0].shape[1]
+            if length != model.encoder._active_sequence_length:
+                model.encoder.prepare_for_inference(length)
+
+        model.register_forward_pre_hook(prepare_length)
     else:
         disentangled_flash.optimize_deberta_training(model, backend=backend)
     return cast(nn.Module, model)

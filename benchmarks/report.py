@@ -116,14 +116,12 @@ def of_fits(row: Row) -> bool:
 def memory_tables(rows: list[Row]) -> list[str]:
     """One table for each size and way, a line for each model and mode."""
     chosen = [row for row in rows if row["what"] == "memory" and row["device"] != "cuda"]
-    kept = [row for row in chosen if row["batch"] not in PLANNED[:1]]
+    kept = [row for row in chosen if row["batch"] not in PLANNED]
     parts = []
     for (device, dtype, batch, length), group in in_groups(kept, "device", "dtype", "batch", "length"):
         impls = sorted({row["impl"] for row in group}, key=order)
         lines = []
         for (model, mode), cells in in_groups(group, "model", "mode"):
-            if batch in PLANNED and len(cells) == 1:
-                continue
             by_impl = {row["impl"]: row for row in cells}
             base = by_impl.get("transformers", {}).get("peak")
             floor = next((row["floor"] for row in cells if "floor" in row), None)
