@@ -3,9 +3,10 @@
 Each figure is of a process of its own, the two libraries in turn; medians of the repeats. The shape is
 deberta-v3-base's with 1,000 words, since the embeddings are the same in both. Memory is the most that the
 first step of a length holds beyond what the process held before it (`VmHWM` - `VmRSS`), after a step over 8
-tokens that makes the gradients and, in ours, the position tables that inference keeps. Time is of the step
-after that. The floor of time is the multiply-adds of the products that must be formed at the rate of a large
-product, measured in the same run; that of memory is what backward needs and cannot have without a product.
+tokens that makes the gradients. That makes the position tables too that our inference keeps, which are
+counted beside. Time is of the step after that. The floor of time is the multiply-adds of the products that
+must be formed at the rate of a large product, measured in the same run; that of memory is what backward needs
+and cannot have without a product.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def measure(library: str, mode: str, length: int, layers: int) -> dict[str, floa
     step(length)
     peak, started = resident("VmHWM") - before, time.perf_counter()
     step(length)
-    return {"seconds": time.perf_counter() - started, "peak": peak}
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "peak": peak, "kept": getattr(model, "kept_position_bytes", 0)}
 
 
 def main() -> None:
@@ -99,9 +101,9 @@ def main() -> None:
     from outplace.benchmarks.floors import floor, product_rate
 
     rows = []
-    head = "step | tokens | seconds, upstream | ours | ratio | floor | MB, upstream | ours | ratio | floor"
-    print(f"| {head} |")
-    print("| --- |" + " ---: |" * 9)
+    times, sizes = "seconds, upstream | ours | ratio | floor", "MB, upstream | ours | ratio | kept | floor"
+    print(f"| step | tokens | {times} | {sizes} |")
+    print("| --- |" + " ---: |" * 10)
     for mode in args.modes:
         for length in args.lengths:
             runs: dict[str, list[dict[str, float]]] = {library: [] for library in LIBRARIES}
@@ -128,9 +130,11 @@ def main() -> None:
                     f"our {figure}": mine,
                     f"least {figure}": floors[figure],
                 }
-                figures = (f"{x / unit:.{digits}f}" for x in (theirs, mine, floors[figure]))
-                shown_upstream, shown_ours, shown_floor = figures
-                cells += [shown_upstream, shown_ours, f"{theirs / mine:.2f}", shown_floor]
+                cells += [f"{theirs / unit:.{digits}f}", f"{mine / unit:.{digits}f}", f"{theirs / mine:.2f}"]
+                if figure == "peak":
+                    row["kept"] = runs["outplace"][0]["kept"]
+                    cells.append(f"{row['kept'] / unit:.0f}")
+                cells.append(f"{floors[figure] / unit:.{digits}f}")
             rows.append(row)
             print("| " + " | ".join(cells) + " |", flush=True)
     if args.out:
