@@ -43,15 +43,10 @@ CONFIG = {
 }
 
 
-def resident(field: str) -> int:
-    """A field of this process' memory, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
-
-
 def measure(library: str, mode: str, length: int, layers: int) -> dict[str, float]:
     """Seconds and peak bytes of one step."""
     import torch
+    from outplace.benchmarks.measure import resident
 
     if library == "outplace":
         from outplace import DebertaV2Config as Config

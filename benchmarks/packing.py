@@ -78,6 +78,8 @@ def step(model: Any, inputs: dict[str, Any], mode: str) -> Any:
 
 def peak(library: str, mode: str, case: str, layers: int) -> int:
     """Bytes that one step holds beyond what the process held before it, at the most."""
+    from outplace.benchmarks.measure import resident
+
     model = build(library, mode, layers)
     step(model, batch((8, 8)), mode)
     # What the allocator has kept of that step must not count as held before.
@@ -87,12 +89,6 @@ def peak(library: str, mode: str, case: str, layers: int) -> int:
     before = resident("VmRSS")
     step(model, inputs, mode)
     return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    """A field of this process' memory, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def peaks(mode: str, case: str, layers: int, repeats: int) -> dict[str, float]:
