@@ -28,9 +28,10 @@ HEADS, BATCH = 3, 2
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that short sequences have several, of one head and of two."""
-    monkeypatch.setattr(blockwise, "QUERIES", 8)
+    monkeypatch.setattr(blockwise, "QUERIES", (8, 8))
     monkeypatch.setattr(blockwise, "BLOCK", 400)
-    monkeypatch.setattr(slot_tables, "WORTH", 2)
+    for module in (blockwise, slot_tables):
+        monkeypatch.setattr(module, "TILE", 2)
 
 
 def table(length: int, span: int, buckets: bool) -> SlotTable:
@@ -131,9 +132,7 @@ def test_half_precision_does_not_overflow_where_the_score_is_in_range() -> None:
 
 
 @pytest.mark.parametrize(("length", "span"), [(1, 3), (9, 3), (33, 3), (33, 5), (33, 64)])
-def test_keys_in_the_alike_parts_have_one_slot_and_no_worthwhile_part_is_missed(
-    length: int, span: int
-) -> None:
+def test_keys_in_the_alike_parts_have_one_slot_and_no_whole_tile_is_missed(length: int, span: int) -> None:
     places = table(length, span, buckets=True)
     of_pairs = places.pairs().flip(-1)  # keys backwards
     for start in range(0, length, 8):
@@ -143,7 +142,12 @@ def test_keys_in_the_alike_parts_have_one_slot_and_no_worthwhile_part_is_missed(
         assert (block[:, :a] == 0).all()
         assert (block[:, b:] == places.rows - 1).all()
         low, high = ((block == slot).all(0).sum().item() for slot in (0, places.rows - 1))
-        assert places.rows == 1 or (a, length - b) == tuple(n if n >= 2 else 0 for n in (low, high))
+        assert places.rows == 1 or (a, b) == (low // 2 * 2, min(-(-(length - high) // 2) * 2, length))
+        tiles = -(-(b - a) // 2)
+        windows = places.windows(start, len(block), a, tiles)
+        for key in range(a, b):
+            tile, j = divmod(key - a, 2)
+            assert torch.equal(windows[tile, j : j + len(block)], block[:, key])
 
 
 @pytest.mark.parametrize("span", [3, 8, 64])

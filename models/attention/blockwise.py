@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import Noise, draw_seed
-from .slots import SlotTable
+from .slots import TILE, SlotTable
 
-QUERIES = 256
-"""Queries in a block, at most."""
-BLOCK = 1 << 18
-"""Scores in a block: they stay in the cache. Heads are put together up to it."""
+QUERIES = (128, 512)
+"""Queries in a block: the fewest and the most."""
+BLOCK = 1 << 19
+"""Scores in a block: they stay in the cache. Queries, then heads, are put together up to it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,16 @@ class Call:
     dropout: float
     seed: int
 
+    @property
+    def queries(self) -> int:
+        """Queries that are computed together."""
+        fewest, most = QUERIES
+        return min(max(BLOCK // self.query.shape[2], fewest), most)
+
     def heads(self) -> Iterator[slice]:
         """Heads that are computed together."""
         _, heads, length, _ = self.query.shape
-        together = max(BLOCK // (min(QUERIES, length) * length), 1)
+        together = max(BLOCK // (min(self.queries, length) * length), 1)
         return (slice(h, h + together) for h in range(0, heads, together))
 
     def noise(self) -> Noise | None:
@@ -62,42 +68,86 @@ class Keys:
         self.value = call.value[batch, heads].flip(-2)  # [h, L, D]
         self.pos_key = None if call.pos_key is None else call.pos_key[heads]  # [h, R, D]
         self.pos_query = None if call.pos_query is None else call.pos_query[heads] / call.scale
-        self.by_slot = None if self.pos_query is None else self.pos_query @ self.key.transpose(-1, -2)
         self.mask = None if call.mask is None else call.mask[batch]  # [L] or [L, L], keys in order
+        self.tiles = None if self.pos_query is None else self._tiles(self.pos_query)
+
+    def _tiles(self, pos_query: Tensor) -> Tensor:
+        """Position to content by slot, for the keys of each tile: [h, T, R, TILE]."""
+        key = F.pad(self.key, (0, 0, 0, -self.key.shape[1] % TILE)).unflatten(1, (-1, TILE))
+        tiles: Tensor = pos_query.unsqueeze(1) @ key.transpose(-1, -2)
+        return tiles
+
+    def attended(self, query: Tensor, start: int) -> Tensor:
+        """The context of the queries [h, m, D], scaled, from number `start` on: [h, m, D]."""
+        if query.device.type != "cpu" or query.dtype == torch.float16 or torch.is_grad_enabled():
+            return self.weights(query, start) @ self.value
+        # One kernel for the products and softmax. In float16 it would not hide all keys alike.
+        bias, hidden = self.position(query, start), self.hidden(start, query.shape[1])
+        if hidden is not None:
+            bias = query.new_zeros(hidden.shape).unsqueeze(0) if bias is None else bias
+            bias = bias.masked_fill(hidden, torch.finfo(bias.dtype).min)
+        query, key, value = (x.unsqueeze(0) for x in (query, self.key, self.value))
+        bias = None if bias is None else bias.unsqueeze(0)
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=1.0).squeeze(0)
 
     def weights(self, query: Tensor, start: int) -> Tensor:
         """Attention weights of the queries [h, m, D], scaled, from number `start` on: [h, m, L]."""
-        queries, length = query.shape[1], self.key.shape[1]
-        a, b = self.slots.alike(start, queries)
-        by_slot = None if self.pos_key is None else query @ self.pos_key.transpose(-1, -2)  # [h, m, R]
-        last = self.slots.rows - 1
-        parts = [
-            self._scores(query, by_slot, start, part, slot)
-            for part, slot in ((slice(0, a), 0), (slice(a, b), None), (slice(b, length), last))
-            if part.start < part.stop
-        ]
-        scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        hidden = self.hidden(start, queries)
+        scores = query @ self.key.transpose(-1, -2)
+        position, hidden = self.position(query, start), self.hidden(start, query.shape[1])
+        if position is not None:
+            scores = scores + position
         if hidden is not None:
             scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         return torch.softmax(scores, -1)
 
-    def _scores(
-        self, query: Tensor, by_slot: Tensor | None, start: int, part: slice, slot: int | None
-    ) -> Tensor:
-        """Scores of a part of the keys, in which all distances have the one `slot`, unless it is None."""
-        scores = query @ self.key[:, part].transpose(-1, -2)
-        if slot is not None:
-            one = slice(slot, slot + 1)
-            c2p = None if by_slot is None else by_slot[..., one]
-            p2c = None if self.by_slot is None else self.by_slot[:, one, part]
-        else:
-            index = self.index(query, start, part)
-            c2p = None if by_slot is None else by_slot.gather(-1, index)
-            p2c = None if self.by_slot is None else self.by_slot[..., part].gather(-2, index)
-        for position in (c2p, p2c):
-            scores = scores if position is None else scores + position
-        return scores
+    def position(self, query: Tensor, start: int) -> Tensor | None:
+        """What position adds to the scores of the queries [h, m, D], from number `start` on: [h, m, L]."""
+        if self.pos_key is None and self.tiles is None:
+            return None
+        by_slot = None if self.pos_key is None else query @ self.pos_key.transpose(-1, -2)  # [h, m, R]
+        length, last = self.key.shape[1], self.slots.rows - 1
+        a, b = self.slots.alike(start, query.shape[1])
+        parts = [
+            *([self._of_slot(query, by_slot, slice(0, a), 0)] if a > 0 else []),
+            *([self._of_slots(query, by_slot, start, slice(a, b))] if a < b else []),
+            *([self._of_slot(query, by_slot, slice(b, length), last)] if b < length else []),
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _of_slot(self, query: Tensor, by_slot: Tensor | None, part: slice, slot: int) -> Tensor:
+        """What a part of the keys adds, all of whose distances have the one `slot`: [h, m, keys]."""
+        c2p = None if by_slot is None else by_slot[..., slot : slot + 1]
+        p2c = None
+        if self.tiles is not None:
+            tiles = self.tiles[:, part.start // TILE :, slot].flatten(1)
+            p2c = tiles[:, None, : part.stop - part.start]
+        return _sum(c2p, p2c).expand(*query.shape[:2], part.stop - part.start)
+
+    def _of_slots(self, query: Tensor, by_slot: Tensor | None, start: int, part: slice) -> Tensor:
+        """What a part of the keys adds whose distances differ: [h, m, keys]."""
+        keys, first = part.stop - part.start, part.start // TILE
+        tiles = -(-keys // TILE)
+        c2p = p2c = None
+        if by_slot is not None:
+            index = self.index(query, start, slice(part.start, part.start + tiles * TILE))
+            c2p = by_slot.gather(-1, index).unflatten(-1, (tiles, TILE))
+        if self.tiles is not None:
+            p2c = self._p2c(self.tiles, start, query.shape[1], slice(first, first + tiles))
+        return _sum(c2p, p2c).flatten(-2)[..., :keys]
+
+    def _p2c(self, by_slot: Tensor, start: int, queries: int, part: slice) -> Tensor:
+        """Position to content of a part of the tiles: [h, m, tiles, TILE].
+
+        Whole rows are copied, by distance; then the pair of query i and key j of a tile is at [i + j, j].
+        A gather would look at another row for each pair.
+        """
+        (heads, all_tiles, rows, _), tiles = by_slot.shape, part.stop - part.start
+        windows = self.slots.windows(start, queries, part.start * TILE, tiles)
+        tables = torch.arange(heads * all_tiles, device=by_slot.device).view(heads, all_tiles, 1) * rows
+        index = (tables[:, part] + windows).flatten()
+        by_distance = by_slot.flatten(0, 2).index_select(0, index)
+        window = windows.shape[1] * TILE
+        return by_distance.as_strided((heads, queries, tiles, TILE), (tiles * window, TILE, window, TILE + 1))
 
     def index(self, query: Tensor, start: int, part: slice) -> Tensor:
         """Slots of a part of the keys, [h, m, keys]."""
@@ -193,12 +243,12 @@ def attend(call: Call) -> Tensor:
         for b in range(batch):
             keys = Keys(call, b, heads)
             of_rows = []
-            for start in range(0, length, QUERIES):
-                query = call.query[b, heads, start : start + QUERIES] / call.scale
-                weights = keys.weights(query, start)
+            for start in range(0, length, call.queries):
+                query = call.query[b, heads, start : start + call.queries] / call.scale
                 if noise is None:
-                    of_rows.append(weights @ keys.value)
+                    of_rows.append(keys.attended(query, start))
                 else:
+                    weights = keys.weights(query, start)
                     of_rows.append((weights * noise.keep_mask(weights) @ keys.value) / noise.share)
             of_batch.append(torch.cat(of_rows, -2).transpose(0, 1))  # [L, h, D]
         of_heads.append(torch.stack(of_batch))
@@ -232,10 +282,12 @@ def _gradients(
     of_rows = []
     d_key, d_value = torch.zeros_like(keys.key), torch.zeros_like(keys.value)
     d_pos_key = None if keys.pos_key is None else torch.zeros_like(keys.pos_key)
-    by_slot = None if keys.by_slot is None else BySlot(torch.zeros_like(keys.by_slot))
-    for start in range(0, length, QUERIES):
-        query = call.query[batch, heads, start : start + QUERIES] / call.scale
-        d_context = grad[start : start + QUERIES].transpose(0, 1)  # [h, m, D]
+    by_slot = None
+    if keys.pos_query is not None:
+        by_slot = BySlot(grad.new_zeros((*keys.pos_query.shape[:2], length)))
+    for start in range(0, length, call.queries):
+        query = call.query[batch, heads, start : start + call.queries] / call.scale
+        d_context = grad[start : start + call.queries].transpose(0, 1)  # [h, m, D]
         weights = kept = keys.weights(query, start)
         mask = None
         if noise is not None:
@@ -265,6 +317,12 @@ def _gradients(
         d_pos_query = by_slot.of_slots(keys.key) / call.scale
     d_query, d_key, d_value = torch.cat(of_rows, -2), d_key.flip(-2), d_value.flip(-2)
     return (d_query.transpose(0, 1), d_key.transpose(0, 1), d_value.transpose(0, 1)), (d_pos_key, d_pos_query)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor:
+    """The sum of what there is."""
+    present = [x for x in (a, b) if x is not None]
+    return present[0] if len(present) == 1 else present[0] + present[1]
 
 
 def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-WORTH = 64
-"""Keys of one slot that are worth a part of their own."""
+TILE = 64
+"""Keys in a tile: position is looked up, or found to be alike, by whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,34 @@ class SlotTable:
         position = torch.arange(self.length, device=self.by_distance.device)
         return self.by_distance[position[:, None] - position[None, :] + self.length - 1]
 
+    @cached_property
+    def padded(self) -> Tensor:
+        """`by_distance` with room for a last tile that goes beyond the first key."""
+        return torch.cat((self.by_distance, self.by_distance[-1:].expand(TILE - 1)))
+
     def block(self, first_query: int, queries: int, first_key: int, keys: int) -> Tensor:
         """The slots of a block of pairs, [queries, keys], keys counted from the last one backwards.
 
         Going back one key adds as much to the distance as going on one query: the block is a view of
         the table in which rows overlap, and takes no memory.
         """
-        return self.by_distance.as_strided((queries, keys), (1, 1), first_query + first_key)
+        return self.padded.as_strided((queries, keys), (1, 1), first_query + first_key)
+
+    def windows(self, first_query: int, queries: int, first_key: int, tiles: int) -> Tensor:
+        """The slots of all distances between the queries and each tile of keys, [tiles, queries + TILE - 1].
+
+        The pair of query i and key j of a tile has number i + j of its window. A view, like `block`.
+        """
+        return self.padded.as_strided((tiles, queries + TILE - 1), (TILE, 1), first_query + first_key)
 
     def alike(self, first_query: int, queries: int) -> tuple[int, int]:
         """Which keys have one slot with all of these queries, keys counted backwards.
 
         Returns:
-            a and b: the keys before a read the first slot, those from b on the last one. Fewer than `WORTH`
-            are left to the others.
+            a and b: the keys before a read the first slot, those from b on the last one. Both are at the
+            edge of a tile, or b at the end.
         """
         length = self.length
-        a = min(max(self.low - (first_query + queries - 1), 0), length)
-        a = a if a >= WORTH else 0
-        b = min(max(self.high - first_query, a), length)
-        return a, b if length - b >= WORTH else length
+        a = min(max(self.low - (first_query + queries - 1), 0), length) // TILE * TILE
+        b = -(-max(self.high - first_query, a) // TILE) * TILE
+        return a, min(b, length)
