@@ -85,7 +85,7 @@ def planned(target: Target) -> Iterator[FakeTensorMode]:
         # Dropout that is drawn again is taken on CPUs only.
         patch(dropout, "runs_plainly", _runs_plainly if target == "cpu" else lambda device: False)
         if target == "cuda":
-            patch(feed_forward, "_split", lambda x, on_cpu: x.split(feed_forward.DEVICE_TOKENS))
+            patch(feed_forward, "_split", lambda x: x.split(feed_forward.DEVICE_TOKENS))
             patch(F, "dropout", _dropout_of_cuda)
         stack.enter_context(mode)
         yield mode

@@ -17,10 +17,10 @@ from .attention import runs_plainly
 
 Activation = Callable[[Tensor], Tensor]
 
-ROWS = 256
-"""Tokens that go through together in inference on a CPU."""
 TOKENS = 512
-"""Tokens whose inner states exist together in training on a CPU; those of no more are kept."""
+"""Tokens whose inner states exist together on a CPU; in training those of no more are kept."""
+SHORT = 256
+"""Tokens so few that autograd may keep the inner states before and after the activation."""
 DEVICE_TOKENS = 8192
 """Tokens that go through together elsewhere, where small products leave a device idle."""
 
@@ -50,10 +50,10 @@ def in_parts(inner: Inner, outer: Outer, x: Tensor, residual: Tensor) -> Tensor:
     Not so where a module of it has hooks, which are to see the whole, or is not the plain one.
     """
     batch, length, _ = x.shape
-    if batch * length <= ROWS or not runs_plainly(x.device) or _has_hooks(inner, outer):
+    if batch * length <= SHORT or not runs_plainly(x.device) or _has_hooks(inner, outer):
         return outer(inner(x), residual)
     if not torch.is_grad_enabled() and not outer.training:  # type: ignore[attr-defined]
-        parts = zip(_split(x.flatten(0, 1), ROWS), _split(residual.flatten(0, 1), ROWS), strict=True)
+        parts = zip(_split(x.flatten(0, 1)), _split(residual.flatten(0, 1)), strict=True)
         return torch.cat([outer(inner(part), to) for part, to in parts]).view(batch, length, -1)
     are_plain = all(type(half.dense) is nn.Linear for half in (inner, outer))
     if not are_plain or torch.is_autocast_enabled(x.device.type):
@@ -62,9 +62,9 @@ def in_parts(inner: Inner, outer: Outer, x: Tensor, residual: Tensor) -> Tensor:
     return outer.add(feed_forward(x, *parameters, inner.activation), residual)
 
 
-def _split(x: Tensor, on_cpu: int) -> tuple[Tensor, ...]:
+def _split(x: Tensor) -> tuple[Tensor, ...]:
     """Rows that go through together."""
-    parts: tuple[Tensor, ...] = x.split(on_cpu if x.device.type == "cpu" else DEVICE_TOKENS)
+    parts: tuple[Tensor, ...] = x.split(TOKENS if x.device.type == "cpu" else DEVICE_TOKENS)
     return parts
 
 
@@ -93,7 +93,7 @@ def forward(
     """`feed_forward` of rows [N, E], and the inner states of the last part."""
     parts: list[Tensor] = []
     inner = x
-    for part in _split(x, TOKENS):
+    for part in _split(x):
         inner = F.linear(part, w_in, b_in)
         parts = [*parts, F.linear(activation(inner), w_out, b_out)]
     return parts[0] if len(parts) == 1 else torch.cat(parts), inner
@@ -139,7 +139,7 @@ def _gradients(
     x, w_in, b_in, w_out, _ = tensors
     of_rows = []
     total: list[Tensor | None] = [None] * 4
-    for part, of_output in zip(_split(x, TOKENS), _split(grad, TOKENS), strict=True):
+    for part, of_output in zip(_split(x), _split(grad), strict=True):
         with torch.enable_grad():
             before = (F.linear(part, w_in, b_in) if inner is None else inner).detach().requires_grad_()
             after = activation(before)
