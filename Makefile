@@ -31,8 +31,8 @@ faults: .venv/test  ## what goes wrong with the Hub: its tests, and the table in
 parity: .venv/test  ## the table of differences from upstream
 	cd tests && ../$(BIN)/python -m parity
 
-bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream beside ours
-	$(BIN)/python benchmarks/attention.py --out benchmarks/results/attention.json
+bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream and a peer beside ours
+	$(BIN)/python benchmarks/attention.py --peers build/peers --out benchmarks/results/attention.json
 
 bench-packing: .venv/test  ## ESM-2 over padded and uniform batches, upstream beside ours
 	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json

@@ -1,12 +1,16 @@
-"""DeBERTa-V3 in time and memory, upstream beside ours: `make bench-attention`.
+"""DeBERTa-V3 in time and memory, upstream and a peer beside ours: `make bench-attention`.
 
-Each figure is of a process of its own, the two libraries in turn; medians of the repeats. The shape is
-deberta-v3-base's with 1,000 words, since the embeddings are the same in both. Memory is the most that the
-first step of a length holds beyond what the process held before it (`VmHWM` - `VmRSS`), after a step over 8
-tokens that makes the gradients. That makes the position tables too that our inference keeps, which are
-counted beside. Time is of the step after that. The floor of time is the multiply-adds of the products that
-must be formed at the rate of a large product, measured in the same run; that of memory is what backward needs
-and cannot have without a product.
+Each figure is of a process of its own, the libraries in turn; medians of the repeats. The shape is
+deberta-v3-base's with 1,000 words, since the embeddings are the same in both. A step over 8 tokens comes
+first: it makes the gradients, and the position tables that our inference keeps, which are counted beside.
+Memory is read twice. "Live" is the most bytes of tensors that a step holds at once beyond those that were
+there before, which does not vary. "Resident" is the most that the first step of a length adds to the process
+(`VmHWM` - `VmRSS`), with what the allocator keeps of freed tensors. Time is of the step after that. The floor
+of time is the multiply-adds of the products that must be formed at the rate of a large product, measured in
+the same run; that of memory is what backward needs and cannot have without a product.
+
+The peer is the torch backend of disentangled-flash, the one that runs this model without a GPU; there
+`flashdeberta` takes upstream's attention. It has an environment of its own, made when first needed.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from statistics import median
 from typing import Any
 
 LIBRARIES = ("transformers", "outplace")
+PEER = "disentangled-flash"
 LENGTHS = (128, 512, 1024, 2048)
 MODES = ("eval", "train")
 CONFIG = {
@@ -43,38 +48,98 @@ CONFIG = {
 }
 
 
-def measure(library: str, mode: str, length: int, layers: int) -> dict[str, float]:
-    """Seconds and peak bytes of one step."""
-    import torch
-    from outplace.benchmarks.measure import resident
+class Subject:
+    """A library's model, after a step over 8 tokens."""
 
-    if library == "outplace":
-        from outplace import DebertaV2Config as Config
-        from outplace import DebertaV2Model as Model
-    else:
-        from transformers import DebertaV2Config as Config  # type: ignore[assignment]
-        from transformers import DebertaV2Model as Model  # type: ignore[assignment]
-    torch.manual_seed(0)
-    model = Model(Config(**CONFIG | {"num_hidden_layers": layers})).train(mode == "train")  # type: ignore[arg-type]
+    def __init__(self, library: str, mode: str, layers: int) -> None:
+        import torch
 
-    def step(length: int) -> None:
+        if library == "outplace":
+            from outplace import DebertaV2Config as Config
+            from outplace import DebertaV2Model as Model
+        else:
+            from transformers import DebertaV2Config as Config  # type: ignore[assignment]
+            from transformers import DebertaV2Model as Model  # type: ignore[assignment]
+        torch.manual_seed(0)
+        config = Config(**CONFIG | {"num_hidden_layers": layers})  # type: ignore[arg-type]
+        self.model: Any = Model(config).train(mode == "train")
+        self.training = mode == "train"
+        self.library = library
+        if library == PEER and self.training:
+            self._peer().optimize_deberta_training(self.model, backend="torch")
+        elif library == PEER:
+            self._peer().optimize_deberta(self.model, backend="torch", sequence_lengths=[8])
+        self.step(8)
+
+    @staticmethod
+    def _peer() -> Any:
+        import disentangled_flash  # type: ignore[import-not-found]
+
+        return disentangled_flash
+
+    def step(self, length: int) -> None:
+        import torch
+
         ids = torch.randint(1, 1000, (1, length))
         mask = torch.ones_like(ids)
-        with torch.set_grad_enabled(mode == "train"):
-            states = model(ids, attention_mask=mask).last_hidden_state
-        if mode == "train":
+        if self.library == PEER and not self.training:
+            self.model.encoder.prepare_for_inference(length)
+        with torch.set_grad_enabled(self.training):
+            states = self.model(ids, attention_mask=mask).last_hidden_state
+        if self.training:
             states.mean().backward()
 
-    step(8)
+    def kept(self) -> list[Any]:
+        """The position tables that inference keeps."""
+        found = (getattr(module, "kept", None) for module in self.model.modules())
+        return [table for kept in found if kept is not None for table in kept.tables]
+
+
+def measure(library: str, mode: str, length: int, layers: int) -> dict[str, float]:
+    """Seconds of one step, and what it adds to the process."""
+    from outplace.benchmarks.measure import resident
+
+    subject = Subject(library, mode, layers)
     # What the allocator has kept of that step must not count as held before.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    step(length)
+    subject.step(length)
     peak, started = resident("VmHWM") - before, time.perf_counter()
-    step(length)
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "peak": peak, "kept": getattr(model, "kept_position_bytes", 0)}
+    subject.step(length)
+    return {"seconds": time.perf_counter() - started, "resident": peak}
+
+
+def measure_live(library: str, mode: str, length: int, layers: int) -> dict[str, float]:
+    """The most bytes of tensors alive at once in a step, beyond those before; and of the kept tables."""
+    from outplace.benchmarks.memory import Ledger
+
+    subject = Subject(library, mode, layers)
+    ledger, kept = Ledger(subject.model), subject.kept()
+    there = [*subject.model.parameters(), *subject.model.buffers()]
+    ledger.name("parameters", [*there, *(x.grad for x in there), *kept])
+    before = ledger.total
+    ledger.start()
+    with ledger:
+        subject.step(length)
+    tables = sum(table.numel() * table.element_size() for table in kept)
+    return {"live": ledger.highest - before, "kept": tables}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    cells = [row["mode"], f"{row['length']:,}"]
+    for figure, unit, digits in (("seconds", 1.0, 2), ("live", 1e6, 1), ("resident", 1e6, 0)):
+        theirs, ours = row[f"transformers {figure}"], row[f"outplace {figure}"]
+        cells += [f"{theirs / unit:,.{digits}f}", f"{ours / unit:,.{digits}f}", f"{theirs / ours:.2f}"]
+        if figure == "live":
+            cells.append(f"{theirs / (ours + row['kept']):.2f}")
+        if figure != "resident":
+            cells.append(f"{row[f'least {figure}'] / unit:,.{digits}f}")
+    peers = (("seconds", 1.0, 2), ("live", 1e6, 1), ("resident", 1e6, 0))
+    found = ((row.get(f"{PEER} {figure}"), unit, digits) for figure, unit, digits in peers)
+    cells += ["" if figure is None else f"{figure / unit:,.{digits}f}" for figure, unit, digits in found]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -84,56 +149,66 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    parser.add_argument("--measure", nargs=3, metavar=("LIBRARY", "MODE", "LENGTH"), help=argparse.SUPPRESS)
+    parser.add_argument("--peers", type=Path, help="also measure the peer, its environment in this folder")
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        library, mode, length = args.measure
-        print(json.dumps(measure(library, mode, int(length), args.layers)))
+        what, library, mode, length = args.measure
+        of = measure_live if what == "live" else measure
+        print(json.dumps(of(library, mode, int(length), args.layers)))
         return
     import torch
     import transformers
     from outplace.benchmarks.cells import Cell
+    from outplace.benchmarks.environments import environment
     from outplace.benchmarks.floors import floor, product_rate
+    from outplace.benchmarks.peers import PACKAGES
+
+    libraries = [*LIBRARIES, *([] if args.peers is None else [PEER])]
+
+    def run(*case: str) -> dict[str, float]:
+        python = Path(sys.executable)
+        if PEER in case:
+            python = environment(args.peers / PEER, PACKAGES[PEER], with_project=True)
+        command = [str(python), *sys.orig_argv[1 : -len(sys.argv)], __file__]
+        command += ["--layers", str(args.layers), "--measure", *case]
+        output = subprocess.run(command, check=True, capture_output=True, text=True)
+        found: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
+        return found
 
     rows = []
-    times, sizes = "seconds, upstream | ours | ratio | floor", "MB, upstream | ours | ratio | kept | floor"
-    print(f"| step | tokens | {times} | {sizes} |")
-    print("| --- |" + " ---: |" * 10)
+    print("| step | tokens | seconds, upstream | ours | ratio | floor ", end="")
+    print("| live MB, upstream | ours | ratio | ratio with kept tables | floor ", end="")
+    print("| resident MB, upstream | ours | ratio | peer: seconds | live MB | resident MB |")
+    print("| --- |" + " ---: |" * 16)
     for mode in args.modes:
         for length in args.lengths:
-            runs: dict[str, list[dict[str, float]]] = {library: [] for library in LIBRARIES}
+            runs: dict[str, list[dict[str, float]]] = {library: [] for library in libraries}
             for _ in range(args.repeats):
-                for library in LIBRARIES:
-                    case = ["--layers", str(args.layers), "--measure", library, mode, str(length)]
-                    command = [sys.executable, *sys.orig_argv[1 : -len(sys.argv)], __file__, *case]
-                    output = subprocess.run(command, check=True, capture_output=True, text=True)
-                    runs[library].append(json.loads(output.stdout.splitlines()[-1]))
+                for library in libraries:
+                    runs[library].append(run("step", library, mode, str(length)))
+            live = {library: run("live", library, mode, str(length)) for library in libraries}
             rate = product_rate(torch.device("cpu"), torch.float32)
             kind = "infer" if mode == "eval" else "train"
             # Without parameters, what is left of the floor is activations.
             least = floor(Cell("speed", "deberta-v3-base", "outplace", length=length, mode=kind), 0)
-            floors = {
-                "seconds": least.multiply_adds / rate * args.layers / 12,
-                "peak": least.bytes * (args.layers / 12 if mode == "train" else 1),
+            row: dict[str, Any] = {
+                "mode": mode,
+                "length": length,
+                "rate": rate,
+                "repeats": args.repeats,
+                "least seconds": least.multiply_adds / rate * args.layers / 12,
+                "least live": least.bytes * (args.layers / 12 if mode == "train" else 1),
+                "kept": live["outplace"]["kept"],
             }
-            row: dict[str, Any] = {"mode": mode, "length": length, "rate": rate}
-            cells = [mode, f"{length:,}"]
-            for figure, unit, digits in (("seconds", 1.0, 2), ("peak", 1e6, 0)):
-                theirs, mine = (median(run[figure] for run in runs[library]) for library in LIBRARIES)
-                row |= {
-                    f"upstream {figure}": theirs,
-                    f"our {figure}": mine,
-                    f"least {figure}": floors[figure],
-                }
-                cells += [f"{theirs / unit:.{digits}f}", f"{mine / unit:.{digits}f}", f"{theirs / mine:.2f}"]
-                if figure == "peak":
-                    row["kept"] = runs["outplace"][0]["kept"]
-                    cells.append(f"{row['kept'] / unit:.0f}")
-                cells.append(f"{floors[figure] / unit:.{digits}f}")
+            for library in libraries:
+                for figure in ("seconds", "resident"):
+                    row[f"{library} {figure}"] = median(run[figure] for run in runs[library])
+                row[f"{library} live"] = live[library]["live"]
             rows.append(row)
-            print("| " + " | ".join(cells) + " |", flush=True)
+            print(line(row), flush=True)
     if args.out:
-        environment = {
+        surroundings = {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -142,7 +217,7 @@ def main() -> None:
             "cores": os.cpu_count(),
             "repeats": args.repeats,
         }
-        args.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+        args.out.write_text(json.dumps({"environment": surroundings, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from .attention import runs_plainly
 
@@ -138,21 +139,27 @@ def _gradients(
     """Gradients of the five tensors, None for those that are not wanted."""
     x, w_in, b_in, w_out, _ = tensors
     of_rows = []
-    total: list[Tensor | None] = [None] * 4
+    of_w_in = of_b_in = of_w_out = of_b_out = None
     for part, of_output in zip(_split(x), _split(grad), strict=True):
         with torch.enable_grad():
             before = (F.linear(part, w_in, b_in) if inner is None else inner).detach().requires_grad_()
             after = activation(before)
-        (of_before,) = torch.autograd.grad(after, before, of_output @ w_out)
-        made = (
-            of_before.t() @ part if wanted[1] else None,
-            of_before.sum(0) if wanted[2] else None,
-            of_output.t() @ after.detach() if wanted[3] else None,
-            of_output.sum(0) if wanted[4] else None,
-        )
-        total = [
-            new if old is None or new is None else old + new for old, new in zip(total, made, strict=True)
-        ]
-        of_rows.append(of_before @ w_in if wanted[0] else None)
-    rows = [row for row in of_rows if row is not None]
-    return [torch.cat(rows) if rows else None, *total]
+        if wanted[3]:
+            of_w_out = _plus_product(of_w_out, of_output, after.detach())
+        edge = get_gradient_edge(after)
+        del after
+        (of_before,) = torch.autograd.grad(edge, before, of_output @ w_out)
+        if wanted[1]:
+            of_w_in = _plus_product(of_w_in, of_before, part)
+        if wanted[2]:
+            of_b_in = of_before.sum(0) if of_b_in is None else of_b_in + of_before.sum(0)
+        if wanted[4]:
+            of_b_out = of_output.sum(0) if of_b_out is None else of_b_out + of_output.sum(0)
+        if wanted[0]:
+            of_rows.append(of_before @ w_in)
+    return [torch.cat(of_rows) if of_rows else None, of_w_in, of_b_in, of_w_out, of_b_out]
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + aᵀ · b."""
+    return a.t() @ b if total is None else torch.addmm(total, a.t(), b)

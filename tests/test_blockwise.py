@@ -28,7 +28,7 @@ HEADS, BATCH = 3, 2
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that short sequences have several, of one head and of two."""
-    monkeypatch.setattr(blockwise, "QUERIES", (8, 8))
+    monkeypatch.setattr(blockwise, "QUERIES", 8)
     monkeypatch.setattr(blockwise, "BLOCK", 400)
     for module in (blockwise, slot_tables):
         monkeypatch.setattr(module, "TILE", 2)

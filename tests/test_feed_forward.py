@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from outplace.models.attention.dropout import Dropout
+from outplace.models.attention.dropout import Dropout, kept_by_seed
 from outplace.models.feed_forward import TOKENS, feed_forward
 from outplace.models.layers import ACTIVATIONS
 from torch import Tensor
@@ -97,6 +99,47 @@ def test_dropout_is_new_each_time_and_the_same_for_a_seed() -> None:
     assert torch.equal(dropout(x), first)
     assert not torch.equal(first, second)
     assert torch.equal(dropout.eval()(x), x)
+
+
+def projected_twice(x: Tensor, *weights: Tensor, by_seed: bool = True) -> tuple[Tensor, Any]:
+    """A sum over two projections of x after dropout, and what tells whether that is alive."""
+    torch.manual_seed(0)
+    dropped = Dropout(0.3)(x)
+    with kept_by_seed(dropped, x) if by_seed else nullcontext():
+        total = sum((F.linear(dropped.unsqueeze(0), weight).square().sum() for weight in weights), x.sum())
+    return total, weakref.ref(dropped.untyped_storage())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_kept_by_seed_is_not_kept_and_has_the_same_gradients(frozen: bool) -> None:
+    x = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(4, 5, dtype=torch.float64, requires_grad=not frozen) for _ in range(2)]
+    wanted = [x] if frozen else [x, *weights]
+    (ours, gone), (theirs, alive) = (projected_twice(x, *weights, by_seed=by) for by in (True, False))
+    assert gone() is None
+    assert (alive() is None) is frozen
+    for a, b in zip(torch.autograd.grad(ours, wanted), torch.autograd.grad(theirs, wanted), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_second_derivatives_of_what_is_kept_by_seed_are_right() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda *given: projected_twice(*given)[0], (x, weight))
+
+
+@pytest.mark.parametrize("family", ["Deberta", "DebertaV2"])
+def test_dropped_position_tables_are_not_kept_by_layers(family: str) -> None:
+    model = tiny.model(f"{family}Model", hidden_dropout_prob=0.1).train()
+    alive = []
+    for layer in model.encoder.layer:
+        layer.attention.self.pos_dropout.register_forward_hook(
+            lambda module, inputs, output: alive.append(weakref.ref(output.untyped_storage()))
+        )
+    output = model(tiny.ids(2, 9)).last_hidden_state
+    assert len(alive) == len(model.encoder.layer)
+    assert all(reference() is None for reference in alive)
+    output.sum().backward()
 
 
 @pytest.mark.parametrize("family", ["Deberta", "DebertaV2", "Esm"])

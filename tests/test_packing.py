@@ -204,7 +204,7 @@ def test_float32_is_that_with_padding_to_rounding(name: str) -> None:
 def test_long_sequences_of_many_blocks_are_those_with_padding(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockwise, "QUERIES", (8, 8))
+    monkeypatch.setattr(blockwise, "QUERIES", 8)
     monkeypatch.setattr(plan, "BLOCKWISE_LENGTH", 12)
     name = f"{family}ForMaskedLM"
     mask = a_mask(["#" * 31, "#" * 9, "#" * 20, "#" * 13 + "." + "#" * 6])

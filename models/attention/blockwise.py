@@ -22,10 +22,10 @@ from torch import Tensor
 from .dropout import Noise, draw_seed
 from .slots import TILE, SlotTable
 
-QUERIES = (128, 512)
-"""Queries in a block: the fewest and the most."""
-BLOCK = 1 << 19
-"""Scores in a block: they stay in the cache. Queries, then heads, are put together up to it."""
+QUERIES = 512
+"""Queries in a block, at most."""
+BLOCK = 1 << 18
+"""Scores in a block, up to which heads are put together."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,18 @@ class Call:
     dropout: float
     seed: int
 
-    @property
-    def queries(self) -> int:
-        """Queries that are computed together."""
-        fewest, most = QUERIES
-        return min(max(BLOCK // self.query.shape[2], fewest), most)
-
     def heads(self) -> Iterator[slice]:
         """Heads that are computed together."""
         _, heads, length, _ = self.query.shape
-        together = max(BLOCK // (min(self.queries, length) * length), 1)
+        together = max(BLOCK // (min(QUERIES, length) * length), 1)
         return (slice(h, h + together) for h in range(0, heads, together))
 
     def noise(self) -> Noise | None:
         return Noise(self.dropout, self.seed) if self.dropout > 0 else None
+
+
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of keys that have one slot, of those whose slots differ, and of those that have the last one."""
 
 
 class Keys:
@@ -104,50 +102,51 @@ class Keys:
         """What position adds to the scores of the queries [h, m, D], from number `start` on: [h, m, L]."""
         if self.pos_key is None and self.tiles is None:
             return None
-        by_slot = None if self.pos_key is None else query @ self.pos_key.transpose(-1, -2)  # [h, m, R]
-        length, last = self.key.shape[1], self.slots.rows - 1
-        a, b = self.slots.alike(start, query.shape[1])
+        (heads, queries, _), length = query.shape, self.key.shape[1]
+        a, b = self.slots.alike(start, queries)
         parts = [
-            *([self._of_slot(query, by_slot, slice(0, a), 0)] if a > 0 else []),
-            *([self._of_slots(query, by_slot, start, slice(a, b))] if a < b else []),
-            *([self._of_slot(query, by_slot, slice(b, length), last)] if b < length else []),
+            _sum(c2p, p2c).flatten(2)[..., :keys].expand(heads, queries, keys)
+            for c2p, p2c, keys in zip(
+                self._c2p(query, start, a, b),
+                self._p2c(start, queries, a, b),
+                (a, b - a, length - b),
+                strict=True,
+            )
+            if keys > 0
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def _of_slot(self, query: Tensor, by_slot: Tensor | None, part: slice, slot: int) -> Tensor:
-        """What a part of the keys adds, all of whose distances have the one `slot`: [h, m, keys]."""
-        c2p = None if by_slot is None else by_slot[..., slot : slot + 1]
-        p2c = None
-        if self.tiles is not None:
-            tiles = self.tiles[:, part.start // TILE :, slot].flatten(1)
-            p2c = tiles[:, None, : part.stop - part.start]
-        return _sum(c2p, p2c).expand(*query.shape[:2], part.stop - part.start)
+    def _c2p(self, query: Tensor, start: int, a: int, b: int) -> Parts:
+        """Content to position: [h, m, 1], of the T tiles from `a` to `b` [h, m, T, TILE], and [h, m, 1]."""
+        if self.pos_key is None:
+            return None, None, None
+        tiles = -(-(b - a) // TILE)
+        by_slot = query @ self.pos_key.transpose(-1, -2)  # [h, m, R]
+        middle = by_slot.gather(-1, self.index(query, start, slice(a, a + tiles * TILE)))
+        # Copies: a view would hold all of it.
+        low, high = by_slot[..., :1].clone(), by_slot[..., -1:].clone()
+        return low, middle.unflatten(-1, (tiles, TILE)), high
 
-    def _of_slots(self, query: Tensor, by_slot: Tensor | None, start: int, part: slice) -> Tensor:
-        """What a part of the keys adds whose distances differ: [h, m, keys]."""
-        keys, first = part.stop - part.start, part.start // TILE
-        tiles = -(-keys // TILE)
-        c2p = p2c = None
-        if by_slot is not None:
-            index = self.index(query, start, slice(part.start, part.start + tiles * TILE))
-            c2p = by_slot.gather(-1, index).unflatten(-1, (tiles, TILE))
-        if self.tiles is not None:
-            p2c = self._p2c(self.tiles, start, query.shape[1], slice(first, first + tiles))
-        return _sum(c2p, p2c).flatten(-2)[..., :keys]
-
-    def _p2c(self, by_slot: Tensor, start: int, queries: int, part: slice) -> Tensor:
-        """Position to content of a part of the tiles: [h, m, tiles, TILE].
+    def _p2c(self, start: int, queries: int, a: int, b: int) -> Parts:
+        """Position to content: [h, 1, a], of the T tiles from `a` to `b` [h, m, T, TILE], and [h, 1, L - b].
 
         Whole rows are copied, by distance; then the pair of query i and key j of a tile is at [i + j, j].
         A gather would look at another row for each pair.
         """
-        (heads, all_tiles, rows, _), tiles = by_slot.shape, part.stop - part.start
-        windows = self.slots.windows(start, queries, part.start * TILE, tiles)
-        tables = torch.arange(heads * all_tiles, device=by_slot.device).view(heads, all_tiles, 1) * rows
-        index = (tables[:, part] + windows).flatten()
-        by_distance = by_slot.flatten(0, 2).index_select(0, index)
+        if self.tiles is None:
+            return None, None, None
+        heads, all_tiles, rows, _ = self.tiles.shape
+        first, tiles = a // TILE, -(-(b - a) // TILE)
+        windows = self.slots.windows(start, queries, a, tiles)
+        tables = torch.arange(heads * all_tiles, device=windows.device).view(heads, all_tiles, 1) * rows
+        index = (tables[:, first : first + tiles] + windows).flatten()
+        by_distance = self.tiles.flatten(0, 2).index_select(0, index)
         window = windows.shape[1] * TILE
-        return by_distance.as_strided((heads, queries, tiles, TILE), (tiles * window, TILE, window, TILE + 1))
+        middle = by_distance.as_strided(
+            (heads, queries, tiles, TILE), (tiles * window, TILE, window, TILE + 1)
+        )
+        low, high = self.tiles[:, :first, 0], self.tiles[:, first + tiles :, -1]
+        return low.flatten(1).unsqueeze(1), middle, high.flatten(1).unsqueeze(1)
 
     def index(self, query: Tensor, start: int, part: slice) -> Tensor:
         """Slots of a part of the keys, [h, m, keys]."""
@@ -235,24 +234,23 @@ class Blockwise(torch.autograd.Function):
 
 def attend(call: Call) -> Tensor:
     """The context [B, L, H, D]."""
-    batch, _, length, _ = call.query.shape
-    noise = call.noise()
-    of_heads = []
-    for heads in call.heads():
-        of_batch = []
-        for b in range(batch):
-            keys = Keys(call, b, heads)
-            of_rows = []
-            for start in range(0, length, call.queries):
-                query = call.query[b, heads, start : start + call.queries] / call.scale
-                if noise is None:
-                    of_rows.append(keys.attended(query, start))
-                else:
-                    weights = keys.weights(query, start)
-                    of_rows.append((weights * noise.keep_mask(weights) @ keys.value) / noise.share)
-            of_batch.append(torch.cat(of_rows, -2).transpose(0, 1))  # [L, h, D]
-        of_heads.append(torch.stack(of_batch))
+    batches, noise = range(call.query.shape[0]), call.noise()
+    of_heads = [torch.stack([_attend(call, b, heads, noise) for b in batches]) for heads in call.heads()]
     return torch.cat(of_heads, 2)
+
+
+def _attend(call: Call, batch: int, heads: slice, noise: Noise | None) -> Tensor:
+    """The context of some heads of one sequence, [L, h, D]."""
+    keys = Keys(call, batch, heads)
+    of_rows = []
+    for start in range(0, call.query.shape[2], QUERIES):
+        query = call.query[batch, heads, start : start + QUERIES] / call.scale
+        if noise is None:
+            of_rows.append(keys.attended(query, start))
+        else:
+            weights = keys.weights(query, start)
+            of_rows.append((weights * noise.keep_mask(weights) @ keys.value) / noise.share)
+    return torch.cat(of_rows, -2).transpose(0, 1)
 
 
 def gradients(call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -285,9 +283,9 @@ def _gradients(
     by_slot = None
     if keys.pos_query is not None:
         by_slot = BySlot(grad.new_zeros((*keys.pos_query.shape[:2], length)))
-    for start in range(0, length, call.queries):
-        query = call.query[batch, heads, start : start + call.queries] / call.scale
-        d_context = grad[start : start + call.queries].transpose(0, 1)  # [h, m, D]
+    for start in range(0, length, QUERIES):
+        query = call.query[batch, heads, start : start + QUERIES] / call.scale
+        d_context = grad[start : start + QUERIES].transpose(0, 1)  # [h, m, D]
         weights = kept = keys.weights(query, start)
         mask = None
         if noise is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import runs_plainly
 
@@ -101,3 +104,30 @@ class DrawnAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return DrawnAgain.apply(grad, ctx.dropout, ctx.seed), None, None
+
+
+@contextmanager
+def kept_by_seed(dropped: Tensor, source: Tensor) -> Iterator[None]:
+    """Where backward would keep `dropped`, it keeps `source`, of which `Dropout` made it, and draws again.
+
+    For a source that others keep too. Without a gradient, or where torch's own dropout was taken, nothing
+    changes.
+    """
+    if not isinstance(dropped.grad_fn, DrawnAgain._backward_cls):
+        yield
+        return
+    node: Any = dropped.grad_fn
+    storage = dropped.untyped_storage()._cdata
+
+    def pack(saved: Tensor) -> Any:
+        is_dropped = saved.untyped_storage()._cdata == storage
+        return (saved.shape, saved.stride(), saved.storage_offset()) if is_dropped else saved
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        again: Tensor = DrawnAgain.apply(source.detach(), node.dropout, node.seed)
+        return again.as_strided(*packed)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

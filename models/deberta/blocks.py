@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import disentangled, masks, runs_plainly
 from ..attention.blockwise import blockwise_attention
-from ..attention.dropout import Dropout
+from ..attention.dropout import Dropout, kept_by_seed
 from ..attention.fused import missing, triton_attention
 from ..attention.plan import AttentionPlan, Path, choose
 from ..attention.slots import SlotTable
@@ -215,9 +215,10 @@ class SelfAttention(nn.Module):
     """What the disentangled self-attention of both generations does with the relative position table."""
 
     kept: KeptPositions | None = None
+    pos_dropout: Dropout
 
-    def project_positions(self, rel_embeddings: Tensor) -> Tables:
-        """The relative position table [R, E] projected."""
+    def project_positions(self, table: Tensor) -> Tables:
+        """A relative position table [R, E] projected."""
         raise NotImplementedError
 
     def positions(self, rel_embeddings: Tensor | None, context: AttentionContext) -> Tables:
@@ -226,11 +227,19 @@ class SelfAttention(nn.Module):
             return None, None
         if not context.keep_positions:
             self.kept = None
-            return self.project_positions(rel_embeddings)
-        probe = self.project_positions(rel_embeddings[:1])
+            return self._dropped(rel_embeddings)
+        probe = self._dropped(rel_embeddings[:1])
         if self.kept is None or not self.kept.hold(rel_embeddings, probe):
-            self.kept = KeptPositions(rel_embeddings, probe, self.project_positions(rel_embeddings))
+            self.kept = KeptPositions(rel_embeddings, probe, self._dropped(rel_embeddings))
         return context.rows(*self.kept.tables)
+
+    def _dropped(self, rel_embeddings: Tensor) -> Tables:
+        """The relative position table [R, E], after dropout, projected."""
+        table = self.pos_dropout(rel_embeddings)
+        if not runs_plainly(table.device):
+            return self.project_positions(table)
+        with kept_by_seed(table, rel_embeddings):
+            return self.project_positions(table)
 
 
 class SelfOutput(nn.Module):

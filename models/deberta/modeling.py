@@ -96,8 +96,8 @@ class DisentangledSelfAttention(SelfAttention):
             mix_weights=self.head_weights_proj,
         )
 
-    def project_positions(self, rel_embeddings: Tensor) -> Tables:
-        table = self.pos_dropout(rel_embeddings).unsqueeze(0)
+    def project_positions(self, table: Tensor) -> Tables:
+        table = table.unsqueeze(0)
         pos_key = pos_query = None
         if self.pos_proj is not None:
             pos_key = self.heads(self.pos_proj(table))[0]

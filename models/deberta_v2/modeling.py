@@ -78,8 +78,8 @@ class DisentangledSelfAttention(SelfAttention):
         dropout = self.dropout.p if self.training else 0.0
         return attend(query, key, value, pos_key, pos_query, context, scale, dropout)
 
-    def project_positions(self, rel_embeddings: Tensor) -> Tables:
-        table = self.pos_dropout(rel_embeddings).unsqueeze(0)
+    def project_positions(self, table: Tensor) -> Tables:
+        table = table.unsqueeze(0)
         pos_key = pos_query = None
         if self.c2p:
             project = self.key_proj if self.share_att_key else self.pos_key_proj
