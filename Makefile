@@ -38,7 +38,7 @@ bench-packing: .venv/test  ## ESM-2 over padded and uniform batches, upstream be
 	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json
 
 BENCH := $(BIN)/outplace bench
-REPORT := $(BENCH) report benchmarks/results/bench.json -o benchmarks/report --page docs/out-of-place.md
+REPORT := $(BENCH) report benchmarks/results/bench.json -o benchmarks/report --page docs/out-of-place.md --front README.md
 
 bench: .venv/bench  ## memory by plan and small models on the CPU, beside upstream; resumes where it was stopped
 	$(BENCH) all --out benchmarks/results/bench.json

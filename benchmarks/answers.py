@@ -73,11 +73,50 @@ def in_place_times(rows: list[Row]) -> list[str]:
             continue
         figures = []
         for impl in COMPARED:
-            ratios = sorted(a / b for a, b in zip(by_impl.get(impl, ()), base, strict=False))
-            middle = len(ratios) // 2
-            figures.append(f"{ratios[middle]:.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if ratios else "-")
+            found = sorted(a / b for a, b in zip(by_impl.get(impl, ()), base, strict=False))
+            middle = len(found) // 2
+            figures.append(f"{found[middle]:.2f} ({found[0]:.2f}–{found[-1]:.2f})" if found else "-")
         lines.append([model, mode, f"{batch} × {length:,}", *figures])
     return [head, table(["model", "mode", "size", *COMPARED], lines, 3) if lines else f"{NOT_MEASURED}\n"]
+
+
+def beside_upstream(rows: list[Row]) -> list[str]:
+    """The ratios that a reader asks for first: planned peaks, and times on a CPU, of what "auto" takes."""
+    memory, times = [], []
+    fields = ("what", "device", "model", "mode", "batch", "length", "dtype")
+    for (what, device, model, mode, batch, length, dtype), group in in_groups(rows, *fields):
+        by_impl = {row["impl"]: row for row in group if "reason" not in row}
+        upstream = by_impl.get("transformers-sdpa", by_impl.get("transformers"))
+        ours = by_impl.get("outplace")
+        if upstream is None or ours is None or dtype != "float32" or mode not in ("infer", "train"):
+            continue
+        size = [model, mode, f"{batch} × {length:,}"]
+        if (what, device) == ("memory", "plan") and batch == 1 and length in (512, 4096):
+            peaks = [upstream["peak"] / MIB, ours["peak"] / MIB]
+            activation = activations(upstream) / activations(ours)
+            memory.append(
+                [*size, *(f"{peak:,.0f}" for peak in peaks), *ratios([peaks[0] / peaks[1], activation])]
+            )
+        elif (what, device) == ("speed", "cpu"):
+            found = sorted(a / b for a, b in zip(upstream["repeats"], ours["repeats"], strict=True))
+            times.append([*size, *ratios([found[len(found) // 2], found[0], found[-1]])])
+    return [
+        "Peak memory of a whole step (AdamW in training), planned for CUDA in float32, upstream's fastest "
+        "attention beside what `auto` takes:\n",
+        table(
+            ["model", "mode", "size", "upstream, MiB", "ours, MiB", "upstream / ours", "activations alone"],
+            memory,
+            3,
+        ),
+        "Time on two CPU cores, upstream's over ours in rounds in which they took turns:\n",
+        table(["model", "mode", "size", "median", "least", "most"], times, 3)
+        if times
+        else f"{NOT_MEASURED}\n",
+    ]
+
+
+def ratios(values: list[float]) -> list[str]:
+    return [f"{value:.2f}" for value in values]
 
 
 def exponents(rows: list[Row]) -> list[str]:

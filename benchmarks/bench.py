@@ -68,6 +68,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="for report: a document that holds a block of it"
     )
+    parser.add_argument(
+        "--front", type=Path, metavar="FILE", help="for report: a document that holds a summary of it"
+    )
     chosen = parser.add_argument_group("cells", "each option takes one value or more")
     chosen.add_argument("--model", nargs="+", choices=MODELS, metavar="NAME", help=", ".join(MODELS))
     chosen.add_argument(
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
         if not args.results or args.folder is None:
             raise ValueError("a report needs files of results, and -o with a folder")
-        write([json.loads(path.read_text()) for path in args.results], args.folder, args.page)
+        write([json.loads(path.read_text()) for path in args.results], args.folder, args.page, args.front)
         return 0
 
     from .running import Results, Runner, measure, scratch_folder

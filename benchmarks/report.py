@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from .answers import conditions_tables, exponents, in_place_tables
+from .answers import beside_upstream, conditions_tables, exponents, in_place_tables
 from .bench import cuda_set
 from .cells import Cell
 from .fit import GB, GPUS, PLANNED, largest_batch
@@ -51,12 +51,15 @@ them here.
 """
 
 
-def write(found: list[dict[str, Any]], folder: Path, page: Path | None = None) -> None:
+def write(
+    found: list[dict[str, Any]], folder: Path, page: Path | None = None, front: Path | None = None
+) -> None:
     """`README.md` and plots in the folder, which is made.
 
     Args:
         found: the contents of files of results; later rows take the place of earlier ones.
         page: a document with a block for what it costs not to write in place, which is written anew.
+        front: one with a block for what a reader asks first.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -91,6 +94,8 @@ def write(found: list[dict[str, Any]], folder: Path, page: Path | None = None) -
     (folder / "README.md").write_text("\n".join(parts).rstrip() + "\n")
     if page is not None:
         put_block(page, "\n".join(in_place_tables(rows) + conditions_tables(found)))
+    if front is not None:
+        put_block(front, "\n".join(beside_upstream(rows)))
 
 
 def environments(found: list[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ Activation = Callable[[Tensor], Tensor]
 
 TOKENS = 512
 """Tokens whose inner states exist together on a CPU; in training those of no more are kept."""
-SHORT = 256
+SHORT = 64
 """Tokens so few that autograd may keep the inner states before and after the activation."""
 DEVICE_TOKENS = 8192
 """Tokens that go through together elsewhere, where small products leave a device idle."""

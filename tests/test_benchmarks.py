@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from outplace.benchmarks import answers, bench, measure, peers, report, running, tables
+from outplace.benchmarks import answers, bench, conditions, measure, peers, report, running, tables
 from outplace.benchmarks.cells import Cell, grid, shard
-from outplace.benchmarks.conditions import Variant, verdict
+from outplace.benchmarks.conditions import EMBEDDED, LINEARS, Variant, verdict
 from outplace.benchmarks.fit import exact_batch, largest_batch
 from outplace.benchmarks.floors import floor
 from outplace.benchmarks.in_place import LINES, in_place
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import outplace
+from outplace import cli
 from outplace.auditor import audit
 
 TINY = {
@@ -207,6 +208,18 @@ def test_a_historic_line_fails_under_its_conditions(
     assert verdict(found, family, embedded, linears, variant).startswith(expected)
 
 
+def test_conditions_are_tried_and_written_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "LINES", LINES[:1])
+    out = tmp_path / "results.json"
+    assert cli.main(["bench", "conditions", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["conditions"]
+    tried = [(family, x, y) for family in LINES[0].families for x in EMBEDDED for y in LINEARS]
+    assert [(row["family"], row["embeddings"], row["linears"]) for row in rows] == tried
+    assert {verdict for row in rows for verdict in row["verdicts"].values()} > {"fine", "wrong gradients"}
+
+
 def test_a_summary_says_which_variants_fail() -> None:
     raises = "raises: a leaf"
     assert answers.summary({"eval": raises, "train, dropout 0.1": raises}) == "raises"
@@ -360,14 +373,17 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = []
     for impl in ("transformers", "outplace"):
-        for length in (16, 32, 64):
+        for length in (16, 32, 64, 512):
             cell = Cell("memory", "tiny-esm", impl, "plan", batch=1, length=length, mode="train")
             rows.append({**vars(cell), **measure.result(cell, None)})
         speed = Cell("speed", "tiny-esm", impl)
         rows.append({**vars(speed), "path": "sdpa", "seconds": 2.0, "repeats": [2.0, 2.0, 4.0], "floor": 1.0})
-    page = tmp_path / "page.md"
-    page.write_text(f"Before.\n\n{tables.BEGIN}\nold\n{tables.END}\n\nAfter.\n")
-    report.write([{"environment": running.environment(), "rows": rows}], tmp_path, page)
+    page, front = tmp_path / "page.md", tmp_path / "front.md"
+    for path in (page, front):
+        path.write_text(f"Before.\n\n{tables.BEGIN}\nold\n{tables.END}\n\nAfter.\n")
+    report.write([{"environment": running.environment(), "rows": rows}], tmp_path, page, front)
+    assert "| tiny-esm | train | 1 × 512 | " in front.read_text()
+    assert "| tiny-esm | infer | 1 × 128 | 1.00 | 1.00 | 1.00 |" in front.read_text()
     assert page.read_text().startswith(f"Before.\n\n{tables.BEGIN}\n\nMemory, planned")
     assert page.read_text().endswith(f"{tables.END}\n\nAfter.\n")
     assert "old" not in page.read_text()
