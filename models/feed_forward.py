@@ -51,7 +51,7 @@ def in_parts(inner: Inner, outer: Outer, x: Tensor, residual: Tensor) -> Tensor:
     Not so where a module of it has hooks, which are to see the whole, or is not the plain one.
     """
     batch, length, _ = x.shape
-    if batch * length <= SHORT or not runs_plainly(x.device) or _has_hooks(inner, outer):
+    if not runs_plainly(x.device) or batch * length <= SHORT or _has_hooks(inner, outer):
         return outer(inner(x), residual)
     if not torch.is_grad_enabled() and not outer.training:  # type: ignore[attr-defined]
         parts = zip(_split(x.flatten(0, 1)), _split(residual.flatten(0, 1)), strict=True)
