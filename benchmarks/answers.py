@@ -8,7 +8,7 @@ from typing import Any
 from .conditions import EMBEDDED, LINEARS
 from .fit import PLANNED
 from .running import NOT_MEASURED, Row
-from .tables import MIB, in_groups, table
+from .tables import MIB, in_groups, over, table
 
 COMPARED = ("transformers-historic", "transformers", "outplace-in-place", "outplace-eager", "outplace")
 """The release that wrote in place and today's; ours with its lines and without; ours."""
@@ -73,9 +73,11 @@ def in_place_times(rows: list[Row]) -> list[str]:
             continue
         figures = []
         for impl in COMPARED:
-            found = sorted(a / b for a, b in zip(by_impl.get(impl, ()), base, strict=False))
-            middle = len(found) // 2
-            figures.append(f"{found[middle]:.2f} ({found[0]:.2f}–{found[-1]:.2f})" if found else "-")
+            if impl in by_impl:
+                middle, least, most = over(by_impl[impl], base)
+                figures.append(f"{middle:.2f} ({least:.2f}–{most:.2f})")
+            else:
+                figures.append("-")
         lines.append([model, mode, f"{batch} × {length:,}", *figures])
     return [head, table(["model", "mode", "size", *COMPARED], lines, 3) if lines else f"{NOT_MEASURED}\n"]
 
@@ -92,14 +94,11 @@ def beside_upstream(rows: list[Row]) -> list[str]:
             continue
         size = [model, mode, f"{batch} × {length:,}"]
         if (what, device) == ("memory", "plan") and batch == 1 and length in (512, 4096):
-            peaks = [upstream["peak"] / MIB, ours["peak"] / MIB]
-            activation = activations(upstream) / activations(ours)
-            memory.append(
-                [*size, *(f"{peak:,.0f}" for peak in peaks), *ratios([peaks[0] / peaks[1], activation])]
-            )
+            whole, alone = upstream["peak"] / ours["peak"], activations(upstream) / activations(ours)
+            peaks = [f"{row['peak'] / MIB:,.0f}" for row in (upstream, ours)]
+            memory.append([*size, *peaks, f"{whole:.2f}", f"{alone:.2f}"])
         elif (what, device) == ("speed", "cpu"):
-            found = sorted(a / b for a, b in zip(upstream["repeats"], ours["repeats"], strict=True))
-            times.append([*size, *ratios([found[len(found) // 2], found[0], found[-1]])])
+            times.append([*size, *(f"{x:.2f}" for x in over(upstream["repeats"], ours["repeats"]))])
     return [
         "Peak memory of a whole step (AdamW in training), planned for CUDA in float32, upstream's fastest "
         "attention beside what `auto` takes:\n",
@@ -113,10 +112,6 @@ def beside_upstream(rows: list[Row]) -> list[str]:
         if times
         else f"{NOT_MEASURED}\n",
     ]
-
-
-def ratios(values: list[float]) -> list[str]:
-    return [f"{value:.2f}" for value in values]
 
 
 def exponents(rows: list[Row]) -> list[str]:

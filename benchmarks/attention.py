@@ -54,6 +54,7 @@ class Subject:
 
     def __init__(self, library: str, mode: str, layers: int) -> None:
         import torch
+        from outplace.benchmarks.implementations import with_disentangled_flash
 
         if library == "outplace":
             from outplace import DebertaV2Config as Config
@@ -65,35 +66,19 @@ class Subject:
         config = Config(**CONFIG | {"num_hidden_layers": layers})  # type: ignore[arg-type]
         self.model: Any = Model(config).train(mode == "train")
         self.training = mode == "train"
-        self.library = library
-        if library == PEER and self.training:
-            self._peer().optimize_deberta_training(self.model, backend="torch")
-        elif library == PEER:
-            self._peer().optimize_deberta(self.model, backend="torch", sequence_lengths=[8])
+        if library == PEER:
+            self.model = with_disentangled_flash(self.model, "cpu", 8)
         self.step(8)
-
-    @staticmethod
-    def _peer() -> Any:
-        import disentangled_flash  # type: ignore[import-not-found]
-
-        return disentangled_flash
 
     def step(self, length: int) -> None:
         import torch
 
         ids = torch.randint(1, 1000, (1, length))
         mask = torch.ones_like(ids)
-        if self.library == PEER and not self.training:
-            self.model.encoder.prepare_for_inference(length)
         with torch.set_grad_enabled(self.training):
             states = self.model(ids, attention_mask=mask).last_hidden_state
         if self.training:
             states.mean().backward()
-
-    def kept(self) -> list[Any]:
-        """The position tables that inference keeps."""
-        found = (getattr(module, "kept", None) for module in self.model.modules())
-        return [table for kept in found if kept is not None for table in kept.tables]
 
 
 def measure(library: str, mode: str, length: int, layers: int) -> dict[str, float]:
@@ -120,20 +105,21 @@ def measure_live(library: str, mode: str, length: int, layers: int) -> dict[str,
     from outplace.benchmarks.memory import Ledger
 
     subject = Subject(library, mode, layers)
-    ledger, kept = Ledger(subject.model), subject.kept()
+    ledger = Ledger(subject.model)
     there = [*subject.model.parameters(), *subject.model.buffers()]
-    ledger.name("parameters", [*there, *(x.grad for x in there), *kept])
+    kept = (getattr(module, "kept", None) for module in subject.model.modules())
+    tables = [table for of_layer in kept if of_layer is not None for table in of_layer.tables]
+    ledger.name("parameters", [*there, *(x.grad for x in there), *tables])
     before = ledger.total
     ledger.start()
     with ledger:
         subject.step(length)
-    tables = sum(table.numel() * table.element_size() for table in kept)
-    return {"live": ledger.highest - before, "kept": tables}
+    return {"live": ledger.highest - before, "kept": getattr(subject.model, "kept_position_bytes", 0)}
 
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    cells = [row["mode"], f"{row['length']:,}"]
+    cells, of_peer = [row["mode"], f"{row['length']:,}"], []
     for figure, unit, digits in (("seconds", 1.0, 2), ("live", 1e6, 1), ("resident", 1e6, 0)):
         theirs, ours = row[f"transformers {figure}"], row[f"outplace {figure}"]
         cells += [f"{theirs / unit:,.{digits}f}", f"{ours / unit:,.{digits}f}", f"{theirs / ours:.2f}"]
@@ -141,10 +127,9 @@ def line(row: dict[str, Any]) -> str:
             cells.append(f"{theirs / (ours + row['kept']):.2f}")
         if figure != "resident":
             cells.append(f"{row[f'least {figure}'] / unit:,.{digits}f}")
-    peers = (("seconds", 1.0, 2), ("live", 1e6, 1), ("resident", 1e6, 0))
-    found = ((row.get(f"{PEER} {figure}"), unit, digits) for figure, unit, digits in peers)
-    cells += ["" if figure is None else f"{figure / unit:,.{digits}f}" for figure, unit, digits in found]
-    return "| " + " | ".join(cells) + " |"
+        peer = row.get(f"{PEER} {figure}")
+        of_peer.append("" if peer is None else f"{peer / unit:,.{digits}f}")
+    return "| " + " | ".join([*cells, *of_peer]) + " |"
 
 
 def main() -> None:
@@ -165,16 +150,14 @@ def main() -> None:
     import torch
     import transformers
     from outplace.benchmarks.cells import Cell
-    from outplace.benchmarks.environments import environment
     from outplace.benchmarks.floors import floor, product_rate
-    from outplace.benchmarks.peers import PACKAGES
+    from outplace.benchmarks.peers import interpreter
 
     libraries = [*LIBRARIES, *([] if args.peers is None else [PEER])]
 
     def run(*case: str) -> dict[str, float]:
-        python = Path(sys.executable)
-        if PEER in case:
-            python = environment(args.peers / PEER, PACKAGES[PEER], with_project=True)
+        _, library, *_ = case
+        python = interpreter(Cell("speed", "deberta-v3-base", library), args.peers)
         command = [str(python), *sys.orig_argv[1 : -len(sys.argv)], __file__]
         command += ["--layers", str(args.layers), "--measure", *case]
         output = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -213,7 +196,7 @@ def main() -> None:
             rows.append(row)
             print(line(row), flush=True)
     if args.out:
-        surroundings = {
+        environment = {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -222,7 +205,7 @@ def main() -> None:
             "cores": os.cpu_count(),
             "repeats": args.repeats,
         }
-        args.out.write_text(json.dumps({"environment": surroundings, "rows": rows}, indent=2) + "\n")
+        args.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

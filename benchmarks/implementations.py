@@ -139,14 +139,22 @@ def _flashdeberta(cell: Cell, folder: Path) -> nn.Module:
 
 
 def _disentangled_flash(cell: Cell, folder: Path) -> nn.Module:
-    import disentangled_flash  # type: ignore[import-not-found]
     import transformers
 
     model = transformers.DebertaV2Model.from_pretrained(folder)
+    return with_disentangled_flash(model.train(cell.mode != "infer"), cell.device, cell.length)
+
+
+def with_disentangled_flash(model: Any, device: str, length: int) -> nn.Module:
+    """Upstream's model with the attention of disentangled-flash, for its mode; in inference of any length."""
+    import disentangled_flash  # type: ignore[import-not-found]
+
     # Where its Triton cannot run it leaves upstream's encoder in place, unless told to take torch.
-    backend = "torch" if cell.device == "cpu" else "triton"
-    if cell.mode == "infer":
-        disentangled_flash.optimize_deberta(model.eval(), backend=backend, sequence_lengths=[cell.length])
+    backend = "torch" if device == "cpu" else "triton"
+    if model.training:
+        disentangled_flash.optimize_deberta_training(model, backend=backend)
+    else:
+        disentangled_flash.optimize_deberta(model, backend=backend, sequence_lengths=[length])
 
         def prepare_length(model: Any, arguments: tuple[Tensor]) -> None:
             # What it prepares is for one length, and is dropped where the model is moved.
@@ -155,8 +163,6 @@ def _disentangled_flash(cell: Cell, folder: Path) -> nn.Module:
                 model.encoder.prepare_for_inference(length)
 
         model.register_forward_pre_hook(prepare_length)
-    else:
-        disentangled_flash.optimize_deberta_training(model, backend=backend)
     return cast(nn.Module, model)
 
 

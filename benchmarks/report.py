@@ -13,7 +13,7 @@ from .fit import GB, GPUS, PLANNED, largest_batch
 from .memory import KINDS
 from .running import NOT_MEASURED, Row
 from .shapes import MODELS
-from .tables import MIB, in_groups, order, put_block, table
+from .tables import MIB, in_groups, order, over, put_block, table
 
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Told apart by the colour-blind too (Okabe and Ito); lines differ in marks and dashes, bars in hatching."""
@@ -306,8 +306,7 @@ def speed_tables(rows: list[Row]) -> list[str]:
             if "reason" in row:
                 reasons.append(f"- {row['impl']}, {model}, {mode}: {row['reason']}")
             elif base is not None:
-                ratios = sorted(a / b for a, b in zip(base, row["repeats"], strict=True))
-                spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+                middle, least, most = over(base, row["repeats"])
                 floor = f"{row['seconds'] / row['floor']:.1f}"
                 size = f"{batch} × {length}"
                 lines.append(
@@ -317,8 +316,8 @@ def speed_tables(rows: list[Row]) -> list[str]:
                         size,
                         row["impl"],
                         row["path"],
-                        f"{ratios[len(ratios) // 2]:.2f}",
-                        spread,
+                        f"{middle:.2f}",
+                        f"{least:.2f} to {most:.2f}",
                         floor,
                     ]
                 )

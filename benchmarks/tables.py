@@ -34,6 +34,12 @@ def in_groups(rows: Iterable[Row], *fields: str) -> list[tuple[tuple[Any, ...], 
     return [(name, list(group)) for name, group in itertools.groupby(ordered, key)]
 
 
+def over(theirs: Iterable[float], ours: Iterable[float]) -> tuple[float, float, float]:
+    """Their times over ours, round by round: the median, the least and the most."""
+    found = sorted(a / b for a, b in zip(theirs, ours, strict=True))
+    return found[len(found) // 2], found[0], found[-1]
+
+
 def put_block(page: Path, text: str) -> None:
     """Put the text between the marks of a document.
 

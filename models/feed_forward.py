@@ -55,7 +55,7 @@ def in_parts(inner: Inner, outer: Outer, x: Tensor, residual: Tensor) -> Tensor:
         return outer(inner(x), residual)
     if not torch.is_grad_enabled() and not outer.training:  # type: ignore[attr-defined]
         parts = zip(_split(x.flatten(0, 1)), _split(residual.flatten(0, 1)), strict=True)
-        return torch.cat([outer(inner(part), to) for part, to in parts]).view(batch, length, -1)
+        return _joined([outer(inner(part), to) for part, to in parts]).view(batch, length, -1)
     are_plain = all(type(half.dense) is nn.Linear for half in (inner, outer))
     if not are_plain or torch.is_autocast_enabled(x.device.type):
         return outer(inner(x), residual)
@@ -67,6 +67,11 @@ def _split(x: Tensor) -> tuple[Tensor, ...]:
     """Rows that go through together."""
     parts: tuple[Tensor, ...] = x.split(TOKENS if x.device.type == "cpu" else DEVICE_TOKENS)
     return parts
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """All rows; of one part no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _has_hooks(*parts: Any) -> bool:
@@ -97,7 +102,7 @@ def forward(
     for part in _split(x):
         inner = F.linear(part, w_in, b_in)
         parts = [*parts, F.linear(activation(inner), w_out, b_out)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts), inner
+    return _joined(parts), inner
 
 
 class FeedForward(torch.autograd.Function):
@@ -157,7 +162,7 @@ def _gradients(
             of_b_out = of_output.sum(0) if of_b_out is None else of_b_out + of_output.sum(0)
         if wanted[0]:
             of_rows.append(of_before @ w_in)
-    return [torch.cat(of_rows) if of_rows else None, of_w_in, of_b_in, of_w_out, of_b_out]
+    return [_joined(of_rows) if of_rows else None, of_w_in, of_b_in, of_w_out, of_b_out]
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

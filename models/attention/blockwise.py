@@ -100,21 +100,17 @@ class Keys:
 
     def position(self, query: Tensor, start: int) -> Tensor | None:
         """What position adds to the scores of the queries [h, m, D], from number `start` on: [h, m, L]."""
-        if self.pos_key is None and self.tiles is None:
-            return None
         (heads, queries, _), length = query.shape, self.key.shape[1]
         a, b = self.slots.alike(start, queries)
-        parts = [
-            _sum(c2p, p2c).flatten(2)[..., :keys].expand(heads, queries, keys)
-            for c2p, p2c, keys in zip(
-                self._c2p(query, start, a, b),
-                self._p2c(start, queries, a, b),
-                (a, b - a, length - b),
-                strict=True,
-            )
-            if keys > 0
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        terms = self._c2p(query, start, a, b), self._p2c(start, queries, a, b)
+        parts = []
+        for c2p, p2c, keys in zip(*terms, (a, b - a, length - b), strict=True):
+            added = _plus(c2p, p2c)
+            if added is not None and keys > 0:
+                parts.append(added.flatten(2)[..., :keys].expand(heads, queries, keys))
+        if len(parts) > 1:
+            return torch.cat(parts, -1)
+        return parts[0] if parts else None
 
     def _c2p(self, query: Tensor, start: int, a: int, b: int) -> Parts:
         """Content to position: [h, m, 1], of the T tiles from `a` to `b` [h, m, T, TILE], and [h, m, 1]."""
@@ -315,12 +311,6 @@ def _gradients(
         d_pos_query = by_slot.of_slots(keys.key) / call.scale
     d_query, d_key, d_value = torch.cat(of_rows, -2), d_key.flip(-2), d_value.flip(-2)
     return (d_query.transpose(0, 1), d_key.transpose(0, 1), d_value.transpose(0, 1)), (d_pos_key, d_pos_query)
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor:
-    """The sum of what there is."""
-    present = [x for x in (a, b) if x is not None]
-    return present[0] if len(present) == 1 else present[0] + present[1]
 
 
 def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
