@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -138,7 +136,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument(
+        "--out", type=Path, help="add the figures to this JSON file; those of this commit stay"
+    )
     parser.add_argument("--peers", type=Path, help="also measure the peer, its environment in this folder")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -148,10 +148,10 @@ def main() -> None:
         print(json.dumps(of(library, mode, int(length), args.layers)))
         return
     import torch
-    import transformers
     from outplace.benchmarks.cells import Cell
     from outplace.benchmarks.floors import floor, product_rate
     from outplace.benchmarks.peers import interpreter
+    from outplace.benchmarks.running import environment
 
     libraries = [*LIBRARIES, *([] if args.peers is None else [PEER])]
 
@@ -164,13 +164,20 @@ def main() -> None:
         found: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
         return found
 
-    rows = []
+    found: dict[str, Any] = {"environment": environment(), "rows": []}
+    if args.out and args.out.exists():
+        before = json.loads(args.out.read_text())
+        if before["environment"] == found["environment"]:
+            found = before
+    sizes = {(row["mode"], row["length"]) for row in found["rows"]}
     print("| step | tokens | seconds, upstream | ours | ratio | floor ", end="")
     print("| live MB, upstream | ours | ratio | ratio with kept tables | floor ", end="")
     print("| resident MB, upstream | ours | ratio | peer: seconds | live MB | resident MB |")
     print("| --- |" + " ---: |" * 16)
     for mode in args.modes:
         for length in args.lengths:
+            if (mode, length) in sizes:
+                continue
             runs: dict[str, list[dict[str, float]]] = {library: [] for library in libraries}
             for _ in range(args.repeats):
                 for library in libraries:
@@ -193,19 +200,10 @@ def main() -> None:
                 for figure in ("seconds", "resident"):
                     row[f"{library} {figure}"] = median(run[figure] for run in runs[library])
                 row[f"{library} live"] = live[library]["live"]
-            rows.append(row)
+            found["rows"].append(row)
             print(line(row), flush=True)
-    if args.out:
-        environment = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "cores": os.cpu_count(),
-            "repeats": args.repeats,
-        }
-        args.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+            if args.out:
+                args.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
