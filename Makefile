@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow compat compat-test faults parity bench bench-fit bench-attention bench-packing lint types nano clean
+.PHONY: demo test test-slow compat compat-test faults parity bench bench-peers bench-scaling bench-fit bench-report bench-attention bench-packing lint types nano clean
 
 demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
 	$(BIN)/python examples/demo.py
@@ -32,22 +32,33 @@ parity: .venv/test  ## the table of differences from upstream
 	cd tests && ../$(BIN)/python -m parity
 
 bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream and a peer beside ours
-	$(BIN)/python benchmarks/attention.py --peers build/peers --out benchmarks/results/attention.json
+	$(BIN)/python benchmarks/attention.py --peers build/peers --out benchmarks/results/attention.json --page docs/attention.md
 
 bench-packing: .venv/test  ## ESM-2 over padded and uniform batches, upstream beside ours
-	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json
+	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json --page docs/attention.md
 
 BENCH := $(BIN)/outplace bench
-REPORT := $(BENCH) report benchmarks/results/bench.json -o benchmarks/report --page docs/out-of-place.md --front README.md
+RECORD := benchmarks/results/bench.json
+# `make bench bench-peers bench-scaling bench-fit bench-report RESULTS=benchmarks/results/bench.json` makes what is committed.
+RESULTS ?= build/bench.json
 
-bench: .venv/bench  ## memory by plan and small models on the CPU, beside upstream; resumes where it was stopped
-	$(BENCH) all --out benchmarks/results/bench.json
-	$(BENCH) conditions --out benchmarks/results/bench.json
-	$(REPORT)
+bench: .venv/bench  ## memory by plan and small models on the CPU, and whether it is as committed
+	$(BENCH) all --out $(RESULTS)
+	$(BENCH) conditions --out $(RESULTS)
+	$(BENCH) report $(RESULTS) -o build/report
+	$(BENCH) compare $(RESULTS) $(RECORD)
+
+bench-peers: .venv/bench  ## other projects beside upstream and ours on the CPU
+	$(BENCH) peers --out $(RESULTS)
+
+bench-scaling: .venv/bench  ## time against length on the CPU
+	$(BENCH) scaling --repeats 3 --out $(RESULTS)
 
 bench-fit: .venv/bench  ## the largest batch of every published model on a GPU, by plan
-	$(BENCH) fit --out benchmarks/results/bench.json
-	$(REPORT)
+	$(BENCH) fit --out $(RESULTS)
+
+bench-report: .venv/bench  ## the tables and plots of the committed figures
+	$(BENCH) report $(RECORD) -o benchmarks/report --page docs/out-of-place.md --front README.md
 
 lint: .venv/lint
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ Memory is read twice. "Live" is the most bytes of tensors that a step holds at o
 there before, which does not vary. "Resident" is the most that the first step of a length adds to the process
 (`VmHWM` - `VmRSS`), with what the allocator keeps of freed tensors. Time is the median of the steps after
 that, as many as make up 2,048 tokens, but no more than 5. The floor of time is the multiply-adds of the
-products that must be formed at the rate of a large product, measured in the same run; that of memory is what
+products that must be formed at the rate of a large product, measured beside each row; that of memory is what
 backward needs and cannot have without a product.
 
 The peer is the torch backend of disentangled-flash, the one that runs this model without a GPU; there
@@ -115,19 +115,28 @@ def measure_live(library: str, mode: str, length: int, layers: int) -> dict[str,
     return {"live": ledger.highest - before, "kept": getattr(subject.model, "kept_position_bytes", 0)}
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
-    cells, of_peer = [row["mode"], f"{row['length']:,}"], []
-    for figure, unit, digits in (("seconds", 1.0, 2), ("live", 1e6, 1), ("resident", 1e6, 0)):
-        theirs, ours = row[f"transformers {figure}"], row[f"outplace {figure}"]
-        cells += [f"{theirs / unit:,.{digits}f}", f"{ours / unit:,.{digits}f}", f"{theirs / ours:.2f}"]
-        if figure == "live":
-            cells.append(f"{theirs / (ours + row['kept']):.2f}")
-        if figure != "resident":
-            cells.append(f"{row[f'least {figure}'] / unit:,.{digits}f}")
-        peer = row.get(f"{PEER} {figure}")
-        of_peer.append("" if peer is None else f"{peer / unit:,.{digits}f}")
-    return "| " + " | ".join([*cells, *of_peer]) + " |"
+HEAD = (
+    "| step | tokens | seconds, upstream | ours | upstream / ours | ours / floor "
+    "| live MB, upstream | ours | upstream / ours | with kept tables | resident, upstream / ours "
+    "| peer's seconds / ours | its live MB / ours |\n| --- |" + " ---: |" * 12
+)
+
+
+def line(row: dict[str, Any], rate: float) -> str:
+    """A row of the table; `rate` is the multiply-adds a second of a large product."""
+
+    def over(library: str, figure: str, more: int = 0) -> str:
+        theirs = row.get(f"{library} {figure}")
+        return "" if theirs is None else f"{theirs / (row[f'outplace {figure}'] + more):.2f}"
+
+    upstream, ours = LIBRARIES
+    cells = [row["mode"], f"{row['length']:,}"]
+    cells += [f"{row[f'{library} seconds']:.2f}" for library in LIBRARIES]
+    cells += [over(upstream, "seconds"), f"{row[f'{ours} seconds'] * rate / row['multiply-adds']:.1f}"]
+    cells += [f"{row[f'{library} live'] / 1e6:,.0f}" for library in LIBRARIES]
+    cells += [over(upstream, "live"), over(upstream, "live", row["kept"]) if row["kept"] else ""]
+    cells += [over(upstream, "resident"), over(PEER, "seconds"), over(PEER, "live")]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -139,6 +148,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="add the figures to this JSON file; those of this commit stay"
     )
+    parser.add_argument("--page", type=Path, help="write the table into this document's block for it")
     parser.add_argument("--peers", type=Path, help="also measure the peer, its environment in this folder")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -152,6 +162,7 @@ def main() -> None:
     from outplace.benchmarks.floors import floor, product_rate
     from outplace.benchmarks.peers import interpreter
     from outplace.benchmarks.running import environment
+    from outplace.benchmarks.tables import put_block
 
     libraries = [*LIBRARIES, *([] if args.peers is None else [PEER])]
 
@@ -164,35 +175,34 @@ def main() -> None:
         found: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
         return found
 
-    found: dict[str, Any] = {"environment": environment(), "rows": []}
+    here = environment()
+    commit = here.pop("commit")
+    found: dict[str, Any] = {"environment": here, "rows": []}
     if args.out and args.out.exists():
         before = json.loads(args.out.read_text())
-        if before["environment"] == found["environment"]:
+        if before["environment"] == here:
             found = before
-    sizes = {(row["mode"], row["length"]) for row in found["rows"]}
-    print("| step | tokens | seconds, upstream | ours | ratio | floor ", end="")
-    print("| live MB, upstream | ours | ratio | ratio with kept tables | floor ", end="")
-    print("| resident MB, upstream | ours | ratio | peer: seconds | live MB | resident MB |")
-    print("| --- |" + " ---: |" * 16)
+    rows = {(row["mode"], row["length"]): row for row in found["rows"]}
+    print(HEAD)
     for mode in args.modes:
         for length in args.lengths:
-            if (mode, length) in sizes:
+            if rows.get((mode, length), {}).get("commit") == commit:
                 continue
             runs: dict[str, list[dict[str, float]]] = {library: [] for library in libraries}
             for _ in range(args.repeats):
                 for library in libraries:
                     runs[library].append(run("step", library, mode, str(length)))
             live = {library: run("live", library, mode, str(length)) for library in libraries}
-            rate = product_rate(torch.device("cpu"), torch.float32)
             kind = "infer" if mode == "eval" else "train"
             # Without parameters, what is left of the floor is activations.
             least = floor(Cell("speed", "deberta-v3-base", "outplace", length=length, mode=kind), 0)
             row: dict[str, Any] = {
                 "mode": mode,
                 "length": length,
-                "rate": rate,
+                "commit": commit,
+                "rate": product_rate(torch.device("cpu"), torch.float32),
                 "repeats": args.repeats,
-                "least seconds": least.multiply_adds / rate * args.layers / 12,
+                "multiply-adds": least.multiply_adds * args.layers // 12,
                 "least live": least.bytes * (args.layers / 12 if mode == "train" else 1),
                 "kept": live["outplace"]["kept"],
             }
@@ -200,10 +210,15 @@ def main() -> None:
                 for figure in ("seconds", "resident"):
                     row[f"{library} {figure}"] = median(run[figure] for run in runs[library])
                 row[f"{library} live"] = live[library]["live"]
-            found["rows"].append(row)
-            print(line(row), flush=True)
+            rows[mode, length] = row
+            found["rows"] = [rows[size] for size in sorted(rows)]
+            print(line(row, row["rate"]), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
+    if args.page:
+        rate = median(row["rate"] for row in found["rows"])
+        table = [HEAD, *(line(row, rate) for row in found["rows"])]
+        put_block(args.page, "\n".join(table), "make bench-attention")
 
 
 if __name__ == "__main__":

@@ -27,16 +27,18 @@ IN_PLACE_AND_NOT = (
     "outplace-eager",
     "outplace-in-place",
 )
-OTHERS = ("fair-esm", "flashdeberta", "disentangled-flash", "faesm")
+OTHERS = ("fair-esm", "flashdeberta", "disentangled-flash", "faesm", "onnxruntime")
 BASES = ("deberta-base", "deberta-v3-base", "esm2_t12_35M_UR50D")
 SMALL = ("deberta-v3-xsmall", "esm2_t6_8M_UR50D")
 
 DESCRIPTION = """\
 Measure implementations of the published models, each cell in a process of its own, and write what is
 found into one file; what is in it already is not measured again. Without options that choose cells, memory
-and speed are of a small set; with --device cuda, of one for a GPU. "fit" plans two batches of every
+and speed are of a small set; with --device cuda, of one for a GPU. "peers" is memory and speed beside other
+projects than upstream, "scaling" the time of texts of many lengths. "fit" plans two batches of every
 published model, from which a report tells the largest that a GPU trains. "conditions" puts upstream's old
 lines that wrote in place back one by one and trains tiny models in many ways: which raise, which are wrong.
+"compare" says whether two files of results agree; it fails where a plan differs.
 
 Memory is read in three ways. "cuda" is the peak of torch's CUDA allocator. "cpu" adds up the live storages
 that operators return, and beside it gives the rise of resident memory. "plan" runs the step on tensors
@@ -61,9 +63,19 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "what", choices=("memory", "speed", "load", "tokenizer", "conditions", "fit", "all", "report")
+        "what",
+        choices=(
+            *("memory", "speed", "load", "tokenizer", "conditions", "fit", "peers", "scaling", "all"),
+            *("report", "compare"),
+        ),
     )
-    parser.add_argument("results", nargs="*", type=Path, help="for report: files of results")
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="for report: files of results; for compare: one and another",
+    )
     parser.add_argument("-o", dest="folder", type=Path, metavar="DIR", help="for report: where it is written")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="for report: a document that holds a block of it"
@@ -94,7 +106,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, or write the report.
+    """Measure, write the report, or compare.
 
     Raises:
         ValueError: wrong options.
@@ -106,6 +118,15 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("a report needs files of results, and -o with a folder")
         write([json.loads(path.read_text()) for path in args.results], args.folder, args.page, args.front)
         return 0
+
+    if args.what == "compare":
+        from .compared import compare
+
+        if len(args.results) != 2:
+            raise ValueError("compare takes two files of results")
+        text, same = compare(*(json.loads(path.read_text()) for path in args.results))
+        print(text)
+        return 0 if same else 1
 
     from .running import Results, Runner, measure, scratch_folder
 
@@ -129,6 +150,10 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     """The cells that the options name, or the set for a device."""
     if args.what == "fit":
         return fit_set()
+    if args.what == "peers":
+        return peers_set()
+    if args.what == "scaling":
+        return scaling_set()
     kinds: tuple[What, ...] = ("memory", "speed") if args.what == "all" else (args.what,)
     options = (args.model, args.impl, args.dtype, args.batch, args.length, args.mode)
     if not any(options):
@@ -160,14 +185,25 @@ def small_set() -> list[Cell]:
 
     lengths = plans(1, (128, 512, 1024, 2048, 4096, 8192), "infer", "train")
     modes = plans(4, (512,), *MODES)
+
+    def on_cpu(what: What, *impls: str) -> list[Cell]:
+        return grid(what, SMALL, impls, ("cpu",), ("float32",), (1,), (512,), ("infer", "train"))
+
+    held = on_cpu("memory", *OURS_AND_UPSTREAM[:3])
+    timed = on_cpu("speed", *IN_PLACE_AND_NOT)
+    return list(dict.fromkeys([*lengths, *modes, *held, *timed]))
+
+
+def peers_set() -> list[Cell]:
+    """Other projects beside upstream and ours, on the CPU, at the size that people use."""
     kinds: tuple[What, ...] = ("memory", "speed")
-    on_cpu = [
+    return [
         cell
         for what in kinds
         for cell in grid(
             what,
-            SMALL,
-            (*IN_PLACE_AND_NOT, "outplace-blockwise", *OTHERS),
+            BASES[1:],
+            (*OURS_AND_UPSTREAM[:3], *OTHERS),
             ("cpu",),
             ("float32",),
             (1,),
@@ -175,7 +211,12 @@ def small_set() -> list[Cell]:
             ("infer", "train"),
         )
     ]
-    return list(dict.fromkeys([*lengths, *modes, *on_cpu]))
+
+
+def scaling_set() -> list[Cell]:
+    """Time against length on the CPU; upstream's memory ends it at 4,096 tokens."""
+    lengths = (128, 512, 1024, 2048, 4096)
+    return grid("speed", SMALL, OURS_AND_UPSTREAM[:3], ("cpu",), ("float32",), (1,), lengths, ("infer",))
 
 
 def fit_set() -> list[Cell]:

@@ -27,6 +27,7 @@ IMPLEMENTATIONS = (
     "flashdeberta",
     "disentangled-flash",
     "faesm",
+    "onnxruntime",
 )
 """Library and attention path; `outplace` alone takes its "auto". "transformers-historic" is the release
 that a report was made about, and "outplace-in-place" is "outplace-eager" with that release's lines."""

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from .environments import ROOT, environment, first_line
 from .probes import DEBERTAS, FAMILIES, PROBES
+from .tables import put_block
 
 LIMIT = 180
 """Seconds that a probe may take."""
@@ -153,15 +154,6 @@ def cell(outcome: str) -> str:
     return outcome if outcome == "works" else "fails: `" + outcome.replace("|", "\\|").replace("`", "'") + "`"
 
 
-def put_table(path: Path, found: str) -> None:
-    """Put a table between the two lines of a Markdown file that ask for it."""
-    before, begin, rest = path.read_text().partition("<!-- written by `make compat` -->\n")
-    _, end, after = rest.partition("<!-- until here -->\n")
-    if not end:
-        raise ValueError(f"{path} has no lines between which the table of `make compat` belongs")
-    path.write_text(f"{before}{begin}\n{found}\n{end}{after}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of probes' names")
@@ -182,7 +174,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps([vars(x) for x in outcomes], indent=2) + "\n")
     if options.markdown:
-        put_table(options.markdown, found)
+        put_block(options.markdown, found, "make compat")
     bad = [x for x in outcomes if x.ours != "works" and x.family not in KNOWN.get(x.name, ())]
     return 1 if bad else 0
 

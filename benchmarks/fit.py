@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: no such model, or one that cannot be planned; the message says why.
     """
-    from .measure import result
+    from .measure import results
 
     name = args.model.rpartition("/")[2]
     if name not in MODELS:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     def figures(batch: int) -> Figures:
         cell = Cell("memory", name, args.impl, "plan", args.dtype, batch, args.length, args.mode)
-        found = result(cell, None)
+        found = next(results(cell, None))
         if "reason" in found:
             raise ValueError(f"{name} cannot be planned: {found['reason']}")
         return found

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +46,32 @@ class FairStates(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return cast(Tensor, self.backbone(ids, repr_layers=[self.layers])["representations"][self.layers])
+
+
+class OnnxStates(nn.Module):
+    """Upstream's encoder as a graph that onnxruntime runs on a CPU."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        import onnxruntime  # type: ignore[import-untyped]
+
+        length = torch.export.Dim("length", min=2, max=8192)
+        options: dict[str, Any] = {"dynamo": True, "verbose": False, "dynamic_shapes": {"ids": {1: length}}}
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+            file = Path(folder, "encoder.onnx")
+            torch.onnx.export(States(encoder), kwargs={"ids": torch.ones(1, 300).long()}, f=file, **options)
+            self.session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        # What tells the others the encoder's dtype and size.
+        self.weights = nn.ParameterList(encoder.parameters())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        (states,) = self.session.run(None, {"ids": ids.numpy()})
+        return torch.from_numpy(states)
+
+
+def as_states(model: nn.Module) -> nn.Module:
+    """From ids to hidden states, whatever an implementation returns."""
+    return model if isinstance(model, FairStates | OnnxStates) else States(model)
 
 
 class Classifier(nn.Module):
@@ -172,11 +201,22 @@ def _faesm(cell: Cell, folder: Path) -> nn.Module:
     return cast(nn.Module, FAEsmModel.from_pretrained(folder, add_pooling_layer=False))
 
 
+def _onnxruntime(cell: Cell, folder: Path) -> nn.Module:
+    import transformers
+
+    if cell.device != "cpu" or cell.mode != "infer" or cell.what == "memory":
+        raise Unavailable("it infers on a CPU, in memory that is not torch's")
+    extra = {"add_pooling_layer": False} if cell.family == "Esm" else {}
+    encoder = getattr(transformers, f"{cell.family}Model").from_pretrained(folder, **extra)
+    return OnnxStates(encoder.eval())
+
+
 PEERS: dict[str, Callable[[Cell, Path], nn.Module]] = {
     "fair-esm": _fair_esm,
     "flashdeberta": _flashdeberta,
     "disentangled-flash": _disentangled_flash,
     "faesm": _faesm,
+    "onnxruntime": _onnxruntime,
 }
 
 

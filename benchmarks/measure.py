@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .cells import Cell
 from .floors import floor, product_rate
-from .implementations import Classifier, FairStates, States, Unavailable, build, configuration, prepare
+from .implementations import Classifier, Unavailable, as_states, build, configuration, prepare
 from .memory import CUDA_BLOCK, Ledger, Peak
 from .shapes import MODELS
 
@@ -28,8 +28,8 @@ CHECKED = 1, 300
 """Rows and tokens on which outputs are compared: enough for attention by blocks."""
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """Of the largest difference from upstream's float32 on a CPU, relative to its largest magnitude."""
-TIMED = 3
-"""Steps that are timed, after one that is not."""
+TIMED = 0.3
+"""Seconds that are to be filled with timed steps, by one at least, after one that does not count."""
 
 
 class Step:
@@ -37,7 +37,7 @@ class Step:
 
     def __init__(self, model: nn.Module, width: int, cell: Cell, device: torch.device) -> None:
         self.training = cell.mode != "infer"
-        states = model if isinstance(model, FairStates) else States(model)
+        states = as_states(model)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         with device:
             self.model = Classifier(states, nn.Linear(width, 2, dtype=dtype)).train(self.training)
@@ -185,13 +185,12 @@ def difference(model: Any, folder: Path, device: torch.device) -> float:
 
     reference = load_file(folder / "reference.safetensors")
     with torch.no_grad():
-        states = (model if isinstance(model, FairStates) else States(model)).eval()
-        found = states(reference["ids"].to(device)).float().cpu()
+        found = as_states(model).eval()(reference["ids"].to(device)).float().cpu()
     return float((found - reference["states"]).abs().max() / reference["states"].abs().max())
 
 
-def real(cell: Cell, folder: Path, snapshot: Path | None) -> dict[str, Any]:
-    """Memory or time of steps on numbers.
+def real(cell: Cell, folder: Path, snapshot: Path | None) -> Iterator[dict[str, Any]]:
+    """Memory of a step on numbers; or all but time, and then time as often as it is asked for.
 
     Raises:
         Unavailable: the implementation has no such mode, or its outputs differ from upstream's.
@@ -213,29 +212,35 @@ def real(cell: Cell, folder: Path, snapshot: Path | None) -> dict[str, Any]:
         step()
         least = floor(cell, parameters)
         if cell.what == "speed":
-            seconds = timed(step, device)
             rate = product_rate(device, dtype)
-            return found | {"seconds": seconds, "rate": rate, "floor": least.multiply_adds / rate}
+            yield found | {"rate": rate, "floor": least.multiply_adds / rate}
+            while True:
+                yield {"seconds": timed(step, device)}
         if device.type == "cuda":
-            return found | cuda_memory(step, snapshot) | {"floor": least.bytes}
+            yield found | cuda_memory(step, snapshot) | {"floor": least.bytes}
+            return
         # What the allocator has kept of the first step must not count as held before.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
         step()
         rise = resident("VmHWM") - before
-        return found | described(step.ledger()) | {"resident rise": rise, "floor": least.bytes}
+        yield found | described(step.ledger()) | {"resident rise": rise, "floor": least.bytes}
 
 
 def timed(step: Step, device: torch.device) -> float:
     """Seconds a step, the median of some."""
-    found = []
-    for _ in range(TIMED):
+    step()
+    found: list[float] = []
+    while sum(found) < TIMED:
         begin = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
+    if device.type == "cuda":
+        # Others are waiting for their turn on the device.
+        torch.cuda.empty_cache()
     return median(found)
 
 
@@ -274,20 +279,22 @@ def write_checkpoint(model_name: str, folder: Path) -> None:
     save_file({"ids": ids, "states": states.contiguous()}, folder / "reference.safetensors")
 
 
-def result(cell: Cell, folder: Path | None, snapshot: Path | None = None) -> dict[str, Any]:
-    """The figures of a cell, or the reason why there are none."""
+def results(cell: Cell, folder: Path | None, snapshot: Path | None = None) -> Iterator[dict[str, Any]]:
+    """The figures of a cell, and its seconds as often as they are asked for; or why there are none."""
     try:
         if cell.device.startswith("plan"):
-            return plan(cell)
-        if cell.device == "cuda" and not torch.cuda.is_available():
-            return {"reason": "not yet measured"}
-        assert folder is not None
-        return real(cell, folder, snapshot)
+            yield plan(cell)
+        elif cell.device == "cuda" and not torch.cuda.is_available():
+            yield {"reason": "not yet measured"}
+        else:
+            assert folder is not None
+            yield from real(cell, folder, snapshot)
     except Exception as error:  # a row says why: whatever a library raises is a result
         first = (str(error).strip() or "no message").splitlines()[0]
         if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in first:
-            return {"reason": f"out of memory: {first}"}
-        return {"reason": first if isinstance(error, Unavailable) else f"{type(error).__name__}: {first}"}
+            yield {"reason": f"out of memory: {first}"}
+        else:
+            yield {"reason": first if isinstance(error, Unavailable) else f"{type(error).__name__}: {first}"}
 
 
 def main() -> int:
@@ -302,7 +309,13 @@ def main() -> int:
         write_checkpoint(cast(str, args.cells[0]["model"]), args.folder)
         return 0
     for row in args.cells:
-        print(json.dumps(result(Cell.of(row), args.folder, args.snapshot)), flush=True)
+        cell = Cell.of(row)
+        found = results(cell, args.folder, args.snapshot)
+        print(json.dumps(next(found)), flush=True)
+        if cell.what == "speed":
+            # A line for each turn.
+            for _, seconds in zip(sys.stdin, found, strict=False):
+                print(json.dumps(seconds), flush=True)
     return 0
 
 

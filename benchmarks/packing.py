@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -38,6 +36,12 @@ CONFIG = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+
+
+HEAD = (
+    "| step | batch | seconds, upstream | ours | upstream / ours "
+    "| extra peak MB, upstream | ours | upstream / ours | logits apart |\n| --- | --- |" + " ---: |" * 7
+)
 
 
 def build(library: str, mode: str, layers: int) -> Any:
@@ -125,17 +129,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--memory-repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--page", type=Path, help="write the table into this document's block for it")
     parser.add_argument("--peak", nargs=3, metavar=("LIBRARY", "MODE", "CASE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
         print(peak(*args.peak, args.layers))
         return
-    import torch
-    import transformers
+    from outplace.benchmarks.running import environment
+    from outplace.benchmarks.tables import put_block
 
-    rows = []
-    print("| step | batch | seconds, upstream | ours | ratio | MB, upstream | ours | ratio | apart |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    rows, lines = [], [HEAD]
+    print(HEAD)
     for mode in MODES:
         for case in LENGTHS:
             seconds, apart = times(mode, case, args.layers, args.repeats)
@@ -145,18 +149,13 @@ def main() -> None:
             for figure, unit, digits in ((seconds, 1.0, 2), (held, 1e6, 0)):
                 theirs, mine = figure["transformers"], figure["outplace"]
                 cells += [f"{theirs / unit:.{digits}f}", f"{mine / unit:.{digits}f}", f"{theirs / mine:.2f}"]
-            print("| " + " | ".join([*cells, f"{apart:.0e}"]) + " |", flush=True)
+            lines.append("| " + " | ".join([*cells, f"{apart:.0e}"]) + " |")
+            print(lines[-1], flush=True)
     if args.out:
-        environment = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "cores": os.cpu_count(),
-            "repeats": args.repeats,
-        }
-        args.out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+        found = {"environment": environment(), "repeats": args.repeats, "rows": rows}
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+    if args.page:
+        put_block(args.page, "\n".join(lines), "make bench-packing")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "flashdeberta": ("flashdeberta==0.0.8", UPSTREAM),
     "disentangled-flash": ("disentangled-flash==1.1.1", UPSTREAM),
     "faesm": ("faesm==0.1.1", UPSTREAM),
+    "onnxruntime": ("onnxruntime==1.32.0", "onnx==1.23.2", "onnxscript==0.7.2", UPSTREAM),
 }
 """What is installed beside torch and this project."""
 HISTORIC = {

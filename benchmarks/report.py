@@ -28,13 +28,14 @@ WAYS = {
 INTRODUCTION = """\
 # Memory and time beside other implementations
 
-Written by `outplace bench report` from [bench.json](../results/bench.json), which `make bench` and
-`make bench-fit` fill. "Planned" figures are of whole steps on tensors without numbers: exact and repeatable,
-but without an allocator's gaps and CUDA's own memory. Models have the published shapes and random weights. A
-peak holds everything: parameters, optimiser, gradients and activations. Training is a step of AdamW in the
-dtype of the table; LoRA has rank 8 on queries and values; QLoRA is LoRA over 4-bit weights with every layer
-recomputed, planned by a stand-in with the layout of bitsandbytes. `outplace` takes the attention that its
-"auto" takes on that device. The floor is the least that the mathematics needs.
+Written by `make bench-report` from [bench.json](../results/bench.json). `make bench` makes anew what takes
+minutes, and compares; `bench-peers`, `bench-scaling` and `bench-fit` are the rest. "Planned" figures are of
+whole steps on tensors without numbers: exact and repeatable, but without an allocator's gaps and CUDA's own
+memory. Models have the published shapes and random weights. A peak holds everything: parameters, optimiser,
+gradients and activations. Training is a step of AdamW in the dtype of the table; LoRA has rank 8 on queries
+and values; QLoRA is LoRA over 4-bit weights with every layer recomputed, planned by a stand-in with the
+layout of bitsandbytes. `outplace` takes the attention that its "auto" takes on that device. The floor is the
+least that the mathematics needs.
 
 What it costs not to write in place is told in [docs/out-of-place.md](../../docs/out-of-place.md).
 """

@@ -9,10 +9,11 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,8 +24,8 @@ from .cells import Cell, size_of
 from .peers import PACKAGES, interpreter
 
 NOT_MEASURED = "not yet measured"
-TOGETHER = 6
-"""Planned cells in one process, which would otherwise take as long to start as to plan."""
+TOGETHER = 18
+"""Planned cells in one process at most, which would otherwise take as long to start as to plan."""
 Row = dict[str, Any]
 
 
@@ -51,10 +52,11 @@ class Results:
     def add(self, cell: Cell, figures: Row) -> None:
         """Put a row in the place of an older one, and write the file whole."""
         kept = [row for row in self.rows if Cell.of(row) != cell]
-        self.found["rows"] = [*kept, {**asdict(cell), **figures}]
+        self.found["rows"] = sorted([*kept, {**asdict(cell), **figures}], key=lambda row: Cell.of(row).key)
         self.save()
 
     def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_name(self.path.name + ".new")
         scratch.write_text(json.dumps(self.found, indent=1) + "\n")
         scratch.replace(self.path)
@@ -109,13 +111,75 @@ class Progress:
         print(f"{bar:<110.110}", end=end, file=sys.stderr, flush=True)
 
 
+class NotReady(Exception):
+    """A cell's process cannot be started; the message says why."""
+
+
+class Child:
+    """A process that measures cells and writes a row of each; a context, which ends it.
+
+    Args:
+        limit: seconds it may take for a row.
+    """
+
+    def __init__(self, command: Sequence[str], surroundings: dict[str, str], limit: float) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._limit = limit
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=surroundings,
+        )
+        self.ended = False
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def row(self) -> Row:
+        """The next row, or why the process ended before it."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(self._limit, self._process.kill)
+        timer.start()
+        began = time.monotonic()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                timer.cancel()
+                return dict(json.loads(line))
+        timer.cancel()
+        self.ended = True
+        code = self._process.wait()
+        if code == -9 and time.monotonic() - began >= self._limit:
+            return {"reason": f"took more than {self._limit:.0f} s"}
+        if code < 0:
+            cause = "probably out of memory" if code == -9 else "it crashed"
+            return {"reason": f"killed by signal {-code}: {cause}"}
+        self._errors.seek(0)
+        return {"reason": _last_line(self._errors.read())}
+
+    def turn(self) -> Row:
+        """Let it measure the time of a step: a row with its seconds, or why there is none."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: the row says why
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        return self.row()
+
+
 class Runner:
     """Starts cells.
 
     Args:
         folder: where upstream's checkpoints and the outputs to compare with are.
         peers: where the environments of other implementations are, or are made.
-        limit: seconds a process may take.
+        limit: seconds a process may take for a cell.
     """
 
     def __init__(
@@ -123,71 +187,65 @@ class Runner:
     ) -> None:
         self.folder, self.peers, self.limit, self.snapshots = folder, peers, limit, snapshots
 
-    def run(self, *cells: Cell) -> list[Row]:
-        """The figures of cells of one implementation and device, or the reasons why they have none.
+    def start(self, cells: Sequence[Cell]) -> Child:
+        """A process for cells of one implementation and device.
 
-        One process takes all; one that dies is not the end of the cells after it.
+        Raises:
+            NotReady: what it needs cannot be made.
         """
         first = cells[0]
         if first.impl in PACKAGES and first.device.startswith("plan"):
-            return [{"reason": "only outplace and transformers are planned"}] * len(cells)
+            raise NotReady("only outplace and transformers are planned")
         try:
             python = interpreter(first, self.peers)
             arguments = []
             if not first.device.startswith("plan"):
                 arguments += ["--folder", str(self.checkpoint(first))]
-            if self.snapshots is not None and first.device == "cuda" and first.what == "memory":
-                name = "-".join(map(str, first.key)) + ".pickle"
-                arguments += ["--snapshot", str(self.snapshots / name)]
         except subprocess.CalledProcessError as error:
-            return [{"reason": f"could not be made ready: {_last_line(error.stderr)}"}] * len(cells)
-        rows: list[Row] = []
-        while len(rows) < len(cells):
-            rows += self._children(python, cells[len(rows) :], *arguments)
-        return rows
+            raise NotReady(f"could not be made ready: {_last_line(error.stderr)}") from None
+        if self.snapshots is not None and first.device == "cuda" and first.what == "memory":
+            name = "-".join(map(str, first.key)) + ".pickle"
+            arguments += ["--snapshot", str(self.snapshots / name)]
+        surroundings = _surroundings()
+        if python != Path(sys.executable):
+            surroundings.pop("PYTHONPATH", None)
+        return Child(_command(python, cells, *arguments), surroundings, self.limit)
+
+    def run(self, *cells: Cell) -> Iterator[Row]:
+        """The figures of each cell, or the reason why it has none.
+
+        One process takes all; one that dies is not the end of the cells after it.
+        """
+        left = list(cells)
+        while left:
+            try:
+                child = self.start(left)
+            except NotReady as error:
+                yield from ({"reason": str(error)} for _ in left)
+                return
+            with child:
+                while left and not child.ended:
+                    yield child.row()
+                    del left[0]
 
     def checkpoint(self, cell: Cell) -> Path:
         """Upstream's checkpoint of the cell's model, written where it is not there yet."""
         home = self.folder / cell.model
         if not (home / "reference.safetensors").exists():
             home.mkdir(parents=True, exist_ok=True)
-            finished = self._process(
-                Path(sys.executable), [cell], "--write-checkpoint", "--folder", str(home)
-            )
-            finished.check_returncode()
+            command = _command(Path(sys.executable), [cell], "--write-checkpoint", "--folder", str(home))
+            subprocess.run(command, check=True, capture_output=True, text=True, env=_surroundings())
         return home
 
-    def _process(
-        self, python: Path, cells: Sequence[Cell], *arguments: str
-    ) -> subprocess.CompletedProcess[str]:
-        given = json.dumps([asdict(cell) for cell in cells])
-        command = [str(python), "-m", f"{__package__}.measure", given, *arguments]
-        # The folder it is started in is not searched: a checkout's outplace/ is less than the package.
-        surroundings = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"}
-        if python != Path(sys.executable):
-            surroundings.pop("PYTHONPATH", None)
-        limit = self.limit * len(cells)
-        return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=surroundings)
 
-    def _children(self, python: Path, cells: Sequence[Cell], *arguments: str) -> list[Row]:
-        """Rows up to the first that ends its process, at least one."""
-        try:
-            finished = self._process(python, cells, *arguments)
-            written = finished.stdout
-        except subprocess.TimeoutExpired as error:
-            finished = None
-            written = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        rows: list[Row] = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
-        if len(rows) == len(cells):
-            return rows
-        if finished is None:
-            why = f"took more than {self.limit:.0f} s"
-        elif finished.returncode < 0:
-            cause = "probably out of memory" if finished.returncode == -9 else "it crashed"
-            why = f"killed by signal {-finished.returncode}: {cause}"
-        else:
-            why = _last_line(finished.stderr)
-        return [*rows, {"reason": why}]
+def _command(python: Path, cells: Sequence[Cell], *arguments: str) -> list[str]:
+    given = json.dumps([asdict(cell) for cell in cells])
+    return [str(python), "-m", f"{__package__}.measure", given, *arguments]
+
+
+def _surroundings() -> dict[str, str]:
+    # The folder it is started in is not searched: a checkout's outplace/ is less than the package.
+    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def _last_line(text: str | None) -> str:
@@ -202,53 +260,72 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
     if not cells:
         return
     progress = Progress(len(cells))
+    one_at_a_time = threading.Lock()
 
     def record(cell: Cell, figures: Row) -> None:
-        results.add(cell, figures)
-        progress.step(" ".join(map(str, cell.key)))
+        with one_at_a_time:
+            results.add(cell, figures)
+            progress.step(" ".join(map(str, cell.key)))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = list(together([cell for cell in cells if cell.device.startswith("plan")]))
-        for part, rows in zip(parts, pool.map(lambda part: runner.run(*part), parts), strict=True):
-            for cell, figures in zip(part, rows, strict=True):
-                record(cell, figures)
-    for _, found in itertools.groupby((c for c in cells if not c.device.startswith("plan")), size_of):
-        group = list(found)
-        if group[0].what == "memory":
-            for cell in group:
-                record(cell, *runner.run(cell))
-            continue
-        for cell, figures in zip(group, turns(group, lambda cell: runner.run(cell)[0], repeats), strict=True):
+    def run(part: Sequence[Cell]) -> None:
+        for cell, figures in zip(part, runner.run(*part), strict=True):
             record(cell, figures)
 
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(run, part) for part in together(cells)]:
+            done.result()
+    for _, found in itertools.groupby((c for c in cells if not c.device.startswith("plan")), size_of):
+        group = list(found)
+        if group[0].what == "speed":
+            for cell, figures in zip(group, turns(group, runner, repeats), strict=True):
+                record(cell, figures)
+        else:
+            for cell in group:
+                run([cell])
 
-def together(cells: list[Cell]) -> Iterator[list[Cell]]:
-    """The cells of each implementation of a model, few enough that little is lost when one is stopped."""
+
+def together(cells: Iterable[Cell]) -> Iterator[list[Cell]]:
+    """The planned cells of each implementation of a model, some in a process."""
 
     def key(cell: Cell) -> tuple[str, str]:
         return cell.model, cell.impl
 
-    for _, group in itertools.groupby(sorted(cells, key=key), key):
+    planned = sorted((cell for cell in cells if cell.device.startswith("plan")), key=key)
+    for _, group in itertools.groupby(planned, key):
         same = list(group)
         for start in range(0, len(same), TOGETHER):
             yield same[start : start + TOGETHER]
 
 
-def turns(group: list[Cell], run: Callable[[Cell], Row], repeats: int) -> list[Row]:
-    """Each cell's seconds of all rounds and their median; one that fails is not tried again."""
-    rows: list[Row] = [{} for _ in group]
+def turns(group: Sequence[Cell], runner: Runner, repeats: int) -> list[Row]:
+    """Each cell's seconds of all rounds and their median; one that fails is not tried again.
+
+    Each has a process, which waits while another has its turn.
+    """
+    rows: list[Row] = []
     seconds: list[list[float]] = [[] for _ in group]
-    for _ in range(repeats):
+    with ExitStack() as stack:
+        children: dict[int, Child] = {}
         for index, cell in enumerate(group):
-            if "reason" in rows[index]:
-                continue
-            rows[index] = run(cell)
-            if "seconds" in rows[index]:
-                seconds[index].append(rows[index]["seconds"])
-    return [
-        row if "reason" in row else {**row, "seconds": median(times), "repeats": times}
-        for row, times in zip(rows, seconds, strict=True)
-    ]
+            try:
+                children[index] = stack.enter_context(runner.start([cell]))
+                rows.append(children[index].row())
+            except NotReady as error:
+                rows.append({"reason": str(error)})
+        for _ in range(repeats):
+            for index, child in children.items():
+                if "reason" in rows[index]:
+                    continue
+                found = child.turn()
+                rows[index] = found if "reason" in found else rows[index] | found
+                seconds[index] += [found["seconds"]] if "seconds" in found else []
+    for index, cell in enumerate(group):
+        if "reason" not in rows[index]:
+            rows[index] |= {"seconds": median(seconds[index]), "repeats": seconds[index]}
+        elif "out of memory" in rows[index]["reason"] and len(group) > 1:
+            # It may be the others' memory that it lacked.
+            (rows[index],) = turns([cell], runner, repeats)
+    return rows
 
 
 @contextmanager

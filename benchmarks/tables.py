@@ -11,7 +11,7 @@ from .cells import IMPLEMENTATIONS
 from .running import Row
 
 MIB = 2**20
-BEGIN, END = "<!-- written by `outplace bench report` -->", "<!-- until here -->"
+END = "<!-- until here -->"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
@@ -40,14 +40,15 @@ def over(theirs: Iterable[float], ours: Iterable[float]) -> tuple[float, float, 
     return found[len(found) // 2], found[0], found[-1]
 
 
-def put_block(page: Path, text: str) -> None:
-    """Put the text between the marks of a document.
+def put_block(page: Path, text: str, maker: str = "outplace bench report") -> None:
+    """Put the text between the marks of a document that name what writes it.
 
     Raises:
-        ValueError: it has no marks.
+        ValueError: it has no such marks.
     """
-    before, begin, rest = page.read_text().partition(BEGIN)
+    mark = f"<!-- written by `{maker}` -->"
+    before, begin, rest = page.read_text().partition(mark)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} has no {BEGIN} with {END} after it")
-    page.write_text(f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")
+        raise ValueError(f"{page} has no {mark} with {END} after it")
+    page.write_text(f"{before}{mark}\n\n{text.strip()}\n\n{END}{after}")

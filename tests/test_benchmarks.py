@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from outplace.benchmarks import answers, bench, conditions, measure, peers, report, running, tables
+from outplace.benchmarks import answers, bench, conditions, measure, peers, report, running
 from outplace.benchmarks.cells import Cell, grid, shard
 from outplace.benchmarks.conditions import EMBEDDED, LINEARS, Variant, verdict
 from outplace.benchmarks.fit import exact_batch, largest_batch
@@ -38,9 +37,13 @@ def _tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(MODELS, name, model)
 
 
+def figures(cell: Cell, folder: Path | None) -> dict[str, Any]:
+    return next(measure.results(cell, folder))
+
+
 def planned(device: str, model: str, impl: str = "outplace", **fields: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"batch": 2, "length": 64, "mode": "train"} | fields
-    found = measure.result(Cell("memory", model, impl, device, **options), None)
+    found = figures(Cell("memory", model, impl, device, **options), None)
     assert "reason" not in found, found["reason"]
     return found
 
@@ -129,7 +132,7 @@ def test_what_a_layer_retains_shows_under_its_name() -> None:
 def test_a_plan_is_what_a_cpu_allocates(impl: str, model: str, mode: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"batch": 2, "length": 300, "mode": mode}
     measure.write_checkpoint(model, tmp_path)
-    real = measure.result(Cell("memory", model, impl, "cpu", **fields), tmp_path)
+    real = figures(Cell("memory", model, impl, "cpu", **fields), tmp_path)
     assert "reason" not in real, real["reason"]
     plan = planned("plan-cpu", model, impl, **fields)
     assert plan["path"] == real["path"]
@@ -166,7 +169,7 @@ def test_adapters_over_four_bit_weights_are_planned(impl: str, model: str) -> No
 def test_a_plan_is_what_cuda_allocates(impl: str, mode: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"batch": 32, "length": 512, "mode": mode}
     measure.write_checkpoint("deberta-v3-small", tmp_path)
-    real = measure.result(Cell("memory", "deberta-v3-small", impl, "cuda", **fields), tmp_path)
+    real = figures(Cell("memory", "deberta-v3-small", impl, "cuda", **fields), tmp_path)
     assert real["peak"] > 10**9
     plan = planned("plan", "deberta-v3-small", impl, **fields)
     assert plan["peak"] == pytest.approx(real["peak"], rel=0.05)
@@ -254,17 +257,20 @@ def test_historic_releases_run_in_an_environment_of_their_family(
 def test_a_cell_whose_outputs_differ_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure.write_checkpoint("tiny-esm", tmp_path)
     cell = Cell("speed", "tiny-esm", "outplace", "cpu", batch=1, length=16)
-    assert measure.result(cell, tmp_path)["seconds"] > 0
+    found = measure.results(cell, tmp_path)
+    assert next(found)["difference"] < 1e-5
+    assert next(found)["seconds"] > 0
+    assert next(found)["seconds"] > 0, "it can be asked again"
     monkeypatch.setattr("outplace.models.esm.modeling.TRAINED_MASK_RATIO", 0.5)
-    assert "differ from upstream's" in measure.result(cell, tmp_path)["reason"]
+    assert "differ from upstream's" in figures(cell, tmp_path)["reason"]
 
 
 def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     cell = Cell("memory", "tiny-v3", "transformers", "plan", mode="train-selective")
-    assert measure.result(cell, None)["reason"] == "it cannot recompute attention alone"
+    assert figures(cell, None)["reason"] == "it cannot recompute attention alone"
     if not torch.cuda.is_available():
         cell = Cell("memory", "tiny-v3", "outplace", "cuda")
-        assert measure.result(cell, tmp_path)["reason"] == running.NOT_MEASURED
+        assert figures(cell, tmp_path)["reason"] == running.NOT_MEASURED
 
 
 def test_peaks_are_above_their_floors() -> None:
@@ -314,59 +320,139 @@ def test_implementations_are_given_only_their_families() -> None:
     assert [cell.impl for cell in cells if cell.family == "Esm"] == ["fair-esm", "outplace"]
 
 
-def test_results_are_kept_and_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
-    cells = [Cell("speed", "tiny-esm", impl) for impl in ("transformers", "outplace", "fair-esm")]
-    asked: list[str] = []
+def children(monkeypatch: pytest.MonkeyPatch, script: str) -> running.Runner:
+    """A runner whose processes run a script instead, with `cells` and `turn(row)`."""
+    prelude = (
+        "import json, os, signal, sys\n"
+        "cells = json.loads(sys.argv[-1])\n"
+        "def turn(row):\n"
+        "    print('a library says something')\n"
+        "    print(json.dumps(row), flush=True)\n"
+    )
 
-    class Counting(running.Runner):
-        def run(self, *cells: Cell) -> list[dict[str, Any]]:
-            asked.extend(cell.impl for cell in cells)
-            fails = cells[0].impl == "fair-esm"
-            return [{"reason": "no"} if fails else {"seconds": 1.0 + len(asked)}]
+    def command(python: Path, cells: Any, *arguments: str) -> list[str]:
+        given = json.dumps([vars(cell) for cell in cells])
+        return [str(python), "-c", prelude + script, given]
 
-    runner, path = Counting(tmp_path, tmp_path), tmp_path / "results.json"
+    monkeypatch.setattr(running, "_command", command)
+    runner = running.Runner(Path(), Path())
+    monkeypatch.setattr(runner, "checkpoint", lambda cell: Path())
+    return runner
+
+
+def test_results_are_kept_and_what_is_there_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Implementations note down when they have their turns; one fails at once, and one at its second."""
+    log, path = tmp_path / "log", tmp_path / "results.json"
+    runner = children(
+        monkeypatch,
+        f"""
+impl = cells[0]["impl"]
+if impl == "outplace-sdpa":
+    sys.exit("no such thing")
+turn({{"path": "its own"}})
+for number, _ in enumerate(sys.stdin):
+    with open({str(log)!r}, "a") as file:
+        print(impl, file=file)
+    if impl == "outplace-eager" and number == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    turn({{"seconds": 1.0 + number % 2}})
+""",
+    )
+    impls = ("transformers", "outplace", "outplace-sdpa", "outplace-eager")
+    cells = [Cell("speed", "tiny-esm", impl) for impl in impls]
     running.measure(cells, running.Results(path), runner, repeats=3)
-    # They take turns, and one that failed is not tried again.
-    assert asked == ["transformers", "outplace", "fair-esm", *["transformers", "outplace"] * 2]
+    all_three = ["transformers", "outplace", "outplace-eager"]
+    assert log.read_text().split() == [*all_three * 2, "transformers", "outplace"]
     rows = {row["impl"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["transformers"]["repeats"] == [2.0, 5.0, 7.0]
-    assert rows["transformers"]["seconds"] == 5.0
-    assert rows["fair-esm"]["reason"] == "no"
-    asked.clear()
+    assert rows["transformers"]["repeats"] == [1.0, 2.0, 1.0]
+    assert rows["transformers"]["seconds"] == 1.0
+    assert rows["transformers"]["path"] == "its own"
+    assert rows["outplace-sdpa"]["reason"] == "no such thing"
+    assert rows["outplace-eager"]["reason"] == "killed by signal 11: it crashed"
+    assert "seconds" not in rows["outplace-eager"]
+    log.unlink()
     running.measure(cells, running.Results(path), runner, repeats=3)
-    assert asked == []
+    assert not log.exists()
+
+
+def test_what_lacked_memory_beside_others_has_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of which one at a time finds memory."""
+    runner = children(
+        monkeypatch,
+        f"""
+import pathlib
+owner = pathlib.Path({str(tmp_path / "owner")!r})
+try:
+    os.kill(int(owner.read_text()), 0)
+    turn({{"reason": "out of memory: none is left"}})
+except OSError:
+    owner.write_text(str(os.getpid()))
+    turn({{}})
+    for _ in sys.stdin:
+        turn({{"seconds": 1.0}})
+""",
+    )
+    cells = [Cell("speed", "tiny-esm", impl) for impl in ("transformers", "outplace")]
+    assert [row["repeats"] for row in running.turns(cells, runner, 2)] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_process_that_dies_is_a_row(tmp_path: Path) -> None:
     runner = running.Runner(tmp_path, tmp_path, limit=0.01)
     found = runner.run(Cell("memory", "deberta-v3-xsmall", "outplace", "plan"))
-    assert found == [{"reason": "took more than 0 s"}]
+    assert list(found) == [{"reason": "took more than 0 s"}]
 
 
-def test_cells_after_one_that_ends_its_process_are_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_after_one_that_ends_its_process_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies at its second cell, each time it has two."""
-
-    def process(python: Path, cells: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
-        rows = "\n".join(json.dumps({"peak": cell.length}) for cell in cells[:1])
-        return subprocess.CompletedProcess([], -9 if len(cells) > 1 else 0, rows, "")
-
-    runner = running.Runner(tmp_path, tmp_path)
-    monkeypatch.setattr(runner, "_process", process)
+    runner = children(
+        monkeypatch,
+        """
+turn({"peak": cells[0]["length"]})
+if len(cells) > 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
     cells = [Cell("memory", "tiny-esm", "outplace", "plan", length=n) for n in (1, 2, 3)]
     killed = {"reason": "killed by signal 9: probably out of memory"}
-    assert runner.run(*cells) == [{"peak": 1}, killed, {"peak": 3}]
+    assert list(runner.run(*cells)) == [{"peak": 1}, killed, {"peak": 3}]
 
 
 def test_planned_cells_share_processes_by_model_and_implementation() -> None:
     cells = grid(
-        "memory", TINY, ("transformers", "outplace"), ("plan",), ("float32",), (1,), range(8), ("infer",)
+        "memory", TINY, ("transformers", "outplace"), ("plan",), ("float32",), (1,), range(20), ("infer",)
     )
     parts = list(running.together(cells))
     assert sorted(cell.key for part in parts for cell in part) == sorted(cell.key for cell in cells)
     assert all(len({(cell.model, cell.impl) for cell in part}) == 1 for part in parts)
     assert max(map(len, parts)) == running.TOGETHER
+
+
+def test_figures_made_anew_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def row(impl: str, device: str = "cpu", what: str = "speed", **figures: Any) -> dict[str, Any]:
+        return vars(Cell(what, "esm2_t6_8M_UR50D", impl, device)) | figures  # type: ignore[arg-type]
+
+    plan = row("outplace", "plan", "memory", peak=100)
+    live = row("outplace", "cpu", "memory", peak=200)
+    times = [row("transformers", repeats=[2.0, 2.0, 2.0]), row("outplace", repeats=[1.0, 2.0, 0.5])]
+    only_there = row("outplace-eager", repeats=[9.0])
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps({"rows": [plan, live, *times, only_there]}))
+    times[1] = row("outplace", repeats=[1.0, 1.0, 1.0])
+    new.write_text(json.dumps({"rows": [plan, {**live, "peak": 202}, *times]}))
+    assert cli.main(["bench", "compare", str(new), str(old)]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 plans are the same" in said
+    assert "Peaks of 1 runs on a CPU are within 1.0% of the others" in said
+    assert "| esm2_t6_8M_UR50D | infer | 1 × 128 | outplace | 2.00 | 2.00 | 1.00 to 4.00 |" in said
+    new.write_text(json.dumps({"rows": [{**plan, "peak": 101}]}))
+    assert cli.main(["bench", "compare", str(new), str(old)]) == 1
+    said = capsys.readouterr().out
+    assert "0 of 1 plans are the same" in said
+    assert "not the same: memory esm2_t6_8M_UR50D outplace plan float32 1 128 infer" in said
 
 
 def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
@@ -375,17 +461,18 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
     for impl in ("transformers", "outplace"):
         for length in (16, 32, 64, 512):
             cell = Cell("memory", "tiny-esm", impl, "plan", batch=1, length=length, mode="train")
-            rows.append({**vars(cell), **measure.result(cell, None)})
+            rows.append({**vars(cell), **figures(cell, None)})
         speed = Cell("speed", "tiny-esm", impl)
         rows.append({**vars(speed), "path": "sdpa", "seconds": 2.0, "repeats": [2.0, 2.0, 4.0], "floor": 1.0})
     page, front = tmp_path / "page.md", tmp_path / "front.md"
+    begin, end = "<!-- written by `outplace bench report` -->", "<!-- until here -->"
     for path in (page, front):
-        path.write_text(f"Before.\n\n{tables.BEGIN}\nold\n{tables.END}\n\nAfter.\n")
+        path.write_text(f"Before.\n\n{begin}\nold\n{end}\n\nAfter.\n")
     report.write([{"environment": running.environment(), "rows": rows}], tmp_path, page, front)
     assert "| tiny-esm | train | 1 × 512 | " in front.read_text()
     assert "| tiny-esm | infer | 1 × 128 | 1.00 | 1.00 | 1.00 |" in front.read_text()
-    assert page.read_text().startswith(f"Before.\n\n{tables.BEGIN}\n\nMemory, planned")
-    assert page.read_text().endswith(f"{tables.END}\n\nAfter.\n")
+    assert page.read_text().startswith(f"Before.\n\n{begin}\n\nMemory, planned")
+    assert page.read_text().endswith(f"{end}\n\nAfter.\n")
     assert "old" not in page.read_text()
     text = (tmp_path / "README.md").read_text()
     assert running.NOT_MEASURED in text, "no GPU has been asked"
