@@ -9,13 +9,14 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outplace.benchmarks.memory import Ledger
 from outplace.models.attention import blockwise, masks
 from outplace.models.attention import slots as slot_tables
 from outplace.models.attention.blockwise import blockwise_attention
 from outplace.models.attention.disentangled import eager_attention, log_bucket, sdpa_attention, slots
 from outplace.models.attention.dropout import COLUMNS, Noise
 from outplace.models.attention.slots import SlotTable
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -295,3 +296,27 @@ def test_a_model_on_each_path_equals_eager(name: str, path: str, mask: str) -> N
         for output, x in zip(outputs, (model, eager), strict=True)
     )
     assert apart(found, expected) <= 1e-9
+
+
+def test_joining_what_position_adds_holds_nothing_else() -> None:
+    """The widest tensor of a block of a long text is made when its parts alone are alive."""
+    length, queries = 2400, 64
+    slots = table(length, 16, buckets=False)
+    query, key, value, pos_key, pos_query = (
+        None if x is None else x.detach() for x in tensors(length, 16, slots, "c2p p2c")
+    )
+    assert query is not None
+    call = blockwise.Call(query, key, value, pos_key, pos_query, slots, None, 1.0, 0.0, 0)  # type: ignore[arg-type]
+    keys = blockwise.Keys(call, 0, slice(0, 1))
+    start = length // 2
+    low, high = slots.alike(start, queries)
+    assert 0 < low < high < length
+    ledger = Ledger(nn.Identity())
+    ledger.name("inputs", [query, keys.key, keys.pos_key, keys.tiles, slots.by_distance])
+    before = ledger.total
+    with ledger.watching():
+        ledger.start()
+        keys.position(query[0, :1, start : start + queries], start)
+    of_a_key = queries * query.element_size()
+    joined, differing = length * of_a_key, (high - low) * of_a_key
+    assert ledger.highest - before < 2 * joined + differing

@@ -100,17 +100,20 @@ class Keys:
 
     def position(self, query: Tensor, start: int) -> Tensor | None:
         """What position adds to the scores of the queries [h, m, D], from number `start` on: [h, m, L]."""
-        (heads, queries, _), length = query.shape, self.key.shape[1]
-        a, b = self.slots.alike(start, queries)
-        terms = self._c2p(query, start, a, b), self._p2c(start, queries, a, b)
-        parts = []
-        for c2p, p2c, keys in zip(*terms, (a, b - a, length - b), strict=True):
-            added = _plus(c2p, p2c)
-            if added is not None and keys > 0:
-                parts.append(added.flatten(2)[..., :keys].expand(heads, queries, keys))
+        parts = list(self._added(query, start))
         if len(parts) > 1:
             return torch.cat(parts, -1)
         return parts[0] if parts else None
+
+    def _added(self, query: Tensor, start: int) -> Iterator[Tensor]:
+        """The same of the keys before the tiles whose distances differ, of those, and of the keys after."""
+        (heads, queries, _), length = query.shape, self.key.shape[1]
+        a, b = self.slots.alike(start, queries)
+        terms = self._c2p(query, start, a, b), self._p2c(start, queries, a, b)
+        for c2p, p2c, keys in zip(*terms, (a, b - a, length - b), strict=True):
+            added = _plus(c2p, p2c)
+            if added is not None and keys > 0:
+                yield added.flatten(2)[..., :keys].expand(heads, queries, keys)
 
     def _c2p(self, query: Tensor, start: int, a: int, b: int) -> Parts:
         """Content to position: [h, m, 1], of the T tiles from `a` to `b` [h, m, T, TILE], and [h, m, 1]."""
