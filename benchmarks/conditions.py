@@ -7,7 +7,10 @@ in every combination of conditions, with those of the same steps out-of-place.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,13 +145,19 @@ def verdict(line: Line, family: str, embedded: Embedded, linears: Linears, varia
 
 def tried() -> Iterator[dict[str, Any]]:
     """A row for each line, family, and kind of embeddings and linears: a verdict for each variant."""
-    for line in LINES:
-        for family, embedded, linears in itertools.product(line.families, EMBEDDED, LINEARS):
-            verdicts = {str(v): verdict(line, family, embedded, linears, v) for v in VARIANTS}
-            yield {
-                "line": line.historic,
-                "family": family,
-                "embeddings": embedded,
-                "linears": linears,
-                "verdicts": verdicts,
-            }
+    cases = [(line, *case) for line in LINES for case in itertools.product(line.families, EMBEDDED, LINEARS)]
+    # Tiny models leave a second thread idle.
+    own = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), own, torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(row, *zip(*cases, strict=True))
+
+
+def row(line: Line, family: str, embedded: Embedded, linears: Linears) -> dict[str, Any]:
+    verdicts = {str(v): verdict(line, family, embedded, linears, v) for v in VARIANTS}
+    return {
+        "line": line.historic,
+        "family": family,
+        "embeddings": embedded,
+        "linears": linears,
+        "verdicts": verdicts,
+    }
