@@ -116,14 +116,14 @@ def measure_live(library: str, mode: str, length: int, layers: int) -> dict[str,
 
 
 HEAD = (
-    "| step | tokens | seconds, upstream | ours | upstream / ours | ours / floor "
-    "| live MB, upstream | ours | upstream / ours | with kept tables | resident, upstream / ours "
-    "| peer's seconds / ours | its live MB / ours |\n| --- |" + " ---: |" * 12
+    *("step", "tokens", "seconds, upstream", "ours", "upstream / ours", "ours / floor"),
+    *("live MB, upstream", "ours", "upstream / ours", "with kept tables", "resident, upstream / ours"),
+    *("peer's seconds / ours", "its live MB / ours"),
 )
 
 
-def line(row: dict[str, Any], rate: float) -> str:
-    """A row of the table; `rate` is the multiply-adds a second of a large product."""
+def line(row: dict[str, Any], rate: float) -> list[str]:
+    """A row of the table in cells; `rate` is the multiply-adds a second of a large product."""
 
     def over(library: str, figure: str, more: int = 0) -> str:
         theirs = row.get(f"{library} {figure}")
@@ -135,8 +135,7 @@ def line(row: dict[str, Any], rate: float) -> str:
     cells += [over(upstream, "seconds"), f"{row[f'{ours} seconds'] * rate / row['multiply-adds']:.1f}"]
     cells += [f"{row[f'{library} live'] / 1e6:,.0f}" for library in LIBRARIES]
     cells += [over(upstream, "live"), over(upstream, "live", row["kept"]) if row["kept"] else ""]
-    cells += [over(upstream, "resident"), over(PEER, "seconds"), over(PEER, "live")]
-    return "| " + " | ".join(cells) + " |"
+    return [*cells, over(upstream, "resident"), over(PEER, "seconds"), over(PEER, "live")]
 
 
 def main() -> None:
@@ -162,7 +161,7 @@ def main() -> None:
     from outplace.benchmarks.floors import floor, product_rate
     from outplace.benchmarks.peers import interpreter
     from outplace.benchmarks.running import environment
-    from outplace.benchmarks.tables import put_block
+    from outplace.benchmarks.tables import put_block, table
 
     libraries = [*LIBRARIES, *([] if args.peers is None else [PEER])]
 
@@ -183,7 +182,7 @@ def main() -> None:
         if before["environment"] == here:
             found = before
     rows = {(row["mode"], row["length"]): row for row in found["rows"]}
-    print(HEAD)
+    print(table(HEAD, []), end="")
     for mode in args.modes:
         for length in args.lengths:
             if rows.get((mode, length), {}).get("commit") == commit:
@@ -212,13 +211,12 @@ def main() -> None:
                 row[f"{library} live"] = live[library]["live"]
             rows[mode, length] = row
             found["rows"] = [rows[size] for size in sorted(rows)]
-            print(line(row, row["rate"]), flush=True)
+            print("| " + " | ".join(line(row, row["rate"])) + " |", flush=True)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
     if args.page:
         rate = median(row["rate"] for row in found["rows"])
-        table = [HEAD, *(line(row, rate) for row in found["rows"])]
-        put_block(args.page, "\n".join(table), "make bench-attention")
+        put_block(args.page, table(HEAD, (line(row, rate) for row in found["rows"])), "make bench-attention")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,13 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, bool]:
     differ = [row for row, known in planned if row != known]
     lines = [f"{len(planned) - len(differ)} of {len(planned)} plans are the same.\n"]
     lines += [f"- not the same: {' '.join(map(str, Cell.of(row).key))}" for row in differ]
-    live = [(row, known) for row, known in pairs if row["device"] == "cpu" and "peak" in row]
+    live = [
+        row["peak"] / known["peak"]
+        for row, known in pairs
+        if row["device"] == "cpu" and "peak" in row and "peak" in known
+    ]
     if live:
-        apart = max(abs(row["peak"] / known["peak"] - 1) for row, known in live if "peak" in known)
+        apart = max(abs(ratio - 1) for ratio in live)
         lines.append(f"Peaks of {len(live)} runs on a CPU are within {apart:.1%} of the others.\n")
     rows = _ratios([row for row, _ in pairs], [known for _, known in pairs])
     if rows:

@@ -209,13 +209,13 @@ def real(cell: Cell, folder: Path, snapshot: Path | None) -> Iterator[dict[str, 
             raise Unavailable(f"its outputs differ from upstream's by {far:.1e}, relative to the largest")
         found: dict[str, Any] = {"path": path, "parameters": parameters, "difference": far}
         step = Step(prepare(model, cell, fake=False), width, cell, device)
-        step()
         least = floor(cell, parameters)
         if cell.what == "speed":
             rate = product_rate(device, dtype)
             yield found | {"rate": rate, "floor": least.multiply_adds / rate}
             while True:
                 yield {"seconds": timed(step, device)}
+        step()
         if device.type == "cuda":
             yield found | cuda_memory(step, snapshot) | {"floor": least.bytes}
             return

@@ -39,8 +39,8 @@ CONFIG = {
 
 
 HEAD = (
-    "| step | batch | seconds, upstream | ours | upstream / ours "
-    "| extra peak MB, upstream | ours | upstream / ours | logits apart |\n| --- | --- |" + " ---: |" * 7
+    *("step", "batch", "seconds, upstream", "ours", "upstream / ours"),
+    *("extra peak MB, upstream", "ours", "upstream / ours", "logits apart"),
 )
 
 
@@ -136,10 +136,11 @@ def main() -> None:
         print(peak(*args.peak, args.layers))
         return
     from outplace.benchmarks.running import environment
-    from outplace.benchmarks.tables import put_block
+    from outplace.benchmarks.tables import put_block, table
 
-    rows, lines = [], [HEAD]
-    print(HEAD)
+    rows: list[dict[str, Any]] = []
+    lines: list[list[str]] = []
+    print(table(HEAD, [], 2), end="")
     for mode in MODES:
         for case in LENGTHS:
             seconds, apart = times(mode, case, args.layers, args.repeats)
@@ -149,13 +150,13 @@ def main() -> None:
             for figure, unit, digits in ((seconds, 1.0, 2), (held, 1e6, 0)):
                 theirs, mine = figure["transformers"], figure["outplace"]
                 cells += [f"{theirs / unit:.{digits}f}", f"{mine / unit:.{digits}f}", f"{theirs / mine:.2f}"]
-            lines.append("| " + " | ".join([*cells, f"{apart:.0e}"]) + " |")
-            print(lines[-1], flush=True)
+            lines.append([*cells, f"{apart:.0e}"])
+            print("| " + " | ".join(lines[-1]) + " |", flush=True)
     if args.out:
         found = {"environment": environment(), "repeats": args.repeats, "rows": rows}
         args.out.write_text(json.dumps(found, indent=2) + "\n")
     if args.page:
-        put_block(args.page, "\n".join(lines), "make bench-packing")
+        put_block(args.page, table(HEAD, lines, 2), "make bench-packing")
 
 
 if __name__ == "__main__":
