@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--out", type=Path, help="add the figures to this JSON file; those of this commit stay"
+        "--out",
+        type=Path,
+        help="put the figures into this JSON file; what was measured in this environment stays",
     )
     parser.add_argument("--page", type=Path, help="write the table into this document's block for it")
     parser.add_argument("--peers", type=Path, help="also measure the peer, its environment in this folder")
@@ -175,17 +177,14 @@ def main() -> None:
         return found
 
     here = environment()
-    commit = here.pop("commit")
-    found: dict[str, Any] = {"environment": here, "rows": []}
+    found: dict[str, Any] = {"rows": []}
     if args.out and args.out.exists():
-        before = json.loads(args.out.read_text())
-        if before["environment"] == here:
-            found = before
+        found = json.loads(args.out.read_text())
     rows = {(row["mode"], row["length"]): row for row in found["rows"]}
     print(table(HEAD, []), end="")
     for mode in args.modes:
         for length in args.lengths:
-            if rows.get((mode, length), {}).get("commit") == commit:
+            if rows.get((mode, length), {}).get("environment") == here:
                 continue
             runs: dict[str, list[dict[str, float]]] = {library: [] for library in libraries}
             for _ in range(args.repeats):
@@ -198,7 +197,7 @@ def main() -> None:
             row: dict[str, Any] = {
                 "mode": mode,
                 "length": length,
-                "commit": commit,
+                "environment": here,
                 "rate": product_rate(torch.device("cpu"), torch.float32),
                 "repeats": args.repeats,
                 "multiply-adds": least.multiply_adds * args.layers // 12,

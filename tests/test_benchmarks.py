@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from outplace.benchmarks import answers, bench, conditions, measure, peers, report, running
+from outplace.benchmarks import answers, attention, bench, conditions, measure, peers, report, running
 from outplace.benchmarks.cells import Cell, grid, shard
 from outplace.benchmarks.conditions import EMBEDDED, LINEARS, Variant, verdict
 from outplace.benchmarks.fit import exact_batch, largest_batch
@@ -479,3 +481,31 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
     assert "| tiny-esm | infer | 1 × 128 | outplace | sdpa | 1.00 | 1.00 to 1.00 | 2.0 |" in text
     assert (tmp_path / "memory-tiny-esm-train-plan-float32-1.svg").exists()
     assert (tmp_path / "parts-tiny-esm-plan.svg").exists()
+
+
+def test_figures_of_attention_join_those_of_another_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of different packages, of different lengths: the second one ends with both."""
+    asked: list[str] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-1])
+        figures = {"seconds": 2.0, "resident": 3, "live": 4, "kept": 0}
+        return subprocess.CompletedProcess(command, 0, json.dumps(figures))
+
+    monkeypatch.setattr(attention.subprocess, "run", run)
+    out = tmp_path / "attention.json"
+    for packages, lengths in (("old", ["16"]), ("new", ["24"]), ("new", ["24", "32"])):
+        asked.clear()
+        monkeypatch.setattr(running, "environment", lambda packages=packages: {"versions": packages})
+        arguments = ["--modes", "eval", "--repeats", "1", "--out", str(out), "--lengths", *lengths]
+        monkeypatch.setattr(sys, "argv", ["attention.py", *arguments])
+        attention.main()
+    assert set(asked) == {"32"}, "what this environment has measured is not measured again"
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["length"], row["environment"]["versions"]) for row in rows] == [
+        (16, "old"),
+        (24, "new"),
+        (32, "new"),
+    ]
