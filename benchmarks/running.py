@@ -133,7 +133,7 @@ class Child:
             text=True,
             env=surroundings,
         )
-        self.ended = False
+        self.ended = self._stopped = False
 
     def __enter__(self) -> Child:
         return self
@@ -143,12 +143,15 @@ class Child:
         self._process.communicate()
         self._errors.close()
 
+    def _stop(self) -> None:
+        self._stopped = True
+        self._process.kill()
+
     def row(self) -> Row:
         """The next row, or why the process ended before it."""
         assert self._process.stdout is not None
-        timer = threading.Timer(self._limit, self._process.kill)
+        timer = threading.Timer(self._limit, self._stop)
         timer.start()
-        began = time.monotonic()
         for line in self._process.stdout:
             if line.startswith("{"):
                 timer.cancel()
@@ -156,7 +159,7 @@ class Child:
         timer.cancel()
         self.ended = True
         code = self._process.wait()
-        if code == -9 and time.monotonic() - began >= self._limit:
+        if self._stopped:
             return {"reason": f"took more than {self._limit:.0f} s"}
         if code < 0:
             cause = "probably out of memory" if code == -9 else "it crashed"
