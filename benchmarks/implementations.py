@@ -53,7 +53,7 @@ class OnnxStates(nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        import onnxruntime  # type: ignore[import-untyped]
+        import onnxruntime
 
         length = torch.export.Dim("length", min=2, max=8192)
         options: dict[str, Any] = {"dynamo": True, "verbose": False, "dynamic_shapes": {"ids": {1: length}}}
