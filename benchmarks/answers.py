@@ -66,7 +66,7 @@ def in_place_times(rows: list[Row]) -> list[str]:
     head = "Time on a CPU, over that of `outplace-eager` in the same round, median (range):\n"
     lines = []
     timed = [row for row in rows if row["what"] == "speed" and row["device"] == "cpu" and "repeats" in row]
-    for (model, mode, batch, length), group in in_groups(timed, "model", "mode", "batch", "length"):
+    for (model, mode, batch, length, _), group in in_groups(timed, "model", "mode", "batch", "length", "run"):
         by_impl = {row["impl"]: row["repeats"] for row in group}
         base = by_impl.get("outplace-eager")
         if base is None:
@@ -85,8 +85,8 @@ def in_place_times(rows: list[Row]) -> list[str]:
 def beside_upstream(rows: list[Row]) -> list[str]:
     """The ratios that a reader asks for first: planned peaks, and times on a CPU, of what "auto" takes."""
     memory, times = [], []
-    fields = ("what", "device", "model", "mode", "batch", "length", "dtype")
-    for (what, device, model, mode, batch, length, dtype), group in in_groups(rows, *fields):
+    fields = ("what", "device", "model", "mode", "batch", "length", "dtype", "run")
+    for (what, device, model, mode, batch, length, dtype, _), group in in_groups(rows, *fields):
         by_impl = {row["impl"]: row for row in group if "reason" not in row}
         upstream = by_impl.get("transformers-sdpa", by_impl.get("transformers"))
         ours = by_impl.get("outplace")
@@ -162,7 +162,7 @@ def slope(points: dict[int, int]) -> float:
 
 def conditions_tables(found: list[dict[str, Any]]) -> list[str]:
     """When a line that wrote in place raises, and when it silently gives wrong gradients."""
-    rows = [row for file in found for row in file.get("conditions", ())]
+    rows = [row for file in found for row in file.get("conditions", {"rows": ()})["rows"]]
     if not rows:
         return []
     verdicts: dict[tuple[str, ...], dict[str, str]] = {

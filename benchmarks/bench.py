@@ -34,7 +34,8 @@ SMALL = ("deberta-v3-xsmall", "esm2_t6_8M_UR50D")
 DESCRIPTION = """\
 Measure implementations of the published models, each cell in a process of its own, and write what is
 found into one file; what is in it already is not measured again. Without options that choose cells, memory
-and speed are of a small set; with --device cuda, of one for a GPU. "peers" is memory and speed beside other
+and speed are of a small set; with --device cuda, of one for a GPU. Times compare only within a run, so name
+with --impl whatever is to be compared. "peers" is memory and speed beside other
 projects than upstream, "scaling" the time of texts of many lengths. "fit" plans two batches of every
 published model, from which a report tells the largest that a GPU trains. "conditions" puts upstream's old
 lines that wrote in place back one by one and trains tiny models in many ways: which raise, which are wrong.
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "conditions":
         from .conditions import tried
 
-        results.found["conditions"] = list(tried())
+        results.found["conditions"] = {"environment": results.here, "rows": list(tried())}
         results.save()
         return 0
     with scratch_folder(args.weights) as folder:

@@ -9,6 +9,7 @@ from .running import Row
 from .tables import in_groups, over, table
 
 SIZE = ("model", "mode", "device", "dtype", "batch", "length")
+ANYWHERE = {"environment": None}
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, bool]:
@@ -20,7 +21,7 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, bool]:
     before = {Cell.of(row): row for row in old["rows"]}
     pairs = [(row, before[Cell.of(row)]) for row in new["rows"] if Cell.of(row) in before]
     planned = [(row, known) for row, known in pairs if row["device"].startswith("plan")]
-    differ = [row for row, known in planned if row != known]
+    differ = [row for row, known in planned if row | ANYWHERE != known | ANYWHERE]
     lines = [f"{len(planned) - len(differ)} of {len(planned)} plans are the same.\n"]
     lines += [f"- not the same: {' '.join(map(str, Cell.of(row).key))}" for row in differ]
     live = [
@@ -53,9 +54,9 @@ def _ratios(new: list[Row], old: list[Row]) -> list[list[str]]:
 def _over_upstream(rows: list[Row]) -> list[tuple[tuple[Any, ...], str, tuple[float, float, float]]]:
     timed = [row for row in rows if "repeats" in row]
     found = []
-    for size, group in in_groups(timed, *SIZE):
+    for (*size, _), group in in_groups(timed, *SIZE, "run"):
         by_impl = {row["impl"]: row["repeats"] for row in group}
         base = by_impl.pop("transformers", None)
         if base is not None:
-            found += [(size, impl, over(base, times)) for impl, times in by_impl.items()]
+            found += [(tuple(size), impl, over(base, times)) for impl, times in by_impl.items()]
     return found

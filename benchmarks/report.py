@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,16 @@ def write(
 
 
 def environments(found: list[dict[str, Any]]) -> str:
+    """Where and when the rows were measured."""
     lines = []
     for file in found:
-        values = file["environment"]
-        versions = ", ".join(f"{name} {value}" for name, value in values["versions"].items() if value)
-        device = values["device"] or f"{values['cores']} cores, {values['threads']} threads, no GPU"
-        lines.append(f"Measured at commit `{(values['commit'] or 'unknown')[:12]}`, {versions}; {device}.")
-    return "\n".join([*lines, ""])
+        rows = Counter(row["environment"] for row in file["rows"])
+        for number, values in enumerate(file["environments"]):
+            versions = ", ".join(f"{name} {value}" for name, value in values["versions"].items() if value)
+            device = values["device"] or f"{values['cores']} cores, {values['threads']} threads, no GPU"
+            commit = f"commit `{(values['commit'] or 'unknown')[:12]}`"
+            lines.append(f"- {rows[number]} cells: {values['date']}, {commit}, {versions}; {device}.")
+    return "\n".join(["Measured:\n", *lines, ""])
 
 
 def of_fits(row: Row) -> bool:
@@ -298,8 +302,8 @@ def speed_tables(rows: list[Row]) -> list[str]:
         return [f"{NOT_MEASURED}\n"]
     lines = []
     reasons = []
-    fields = ("model", "mode", "device", "dtype", "batch", "length")
-    for (model, mode, _, _, batch, length), group in in_groups(chosen, *fields):
+    fields = ("model", "mode", "device", "dtype", "batch", "length", "run")
+    for (model, mode, _, _, batch, length, _), group in in_groups(chosen, *fields):
         base = next(
             (row["repeats"] for row in group if row["impl"] == "transformers" and "repeats" in row), None
         )

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -30,14 +32,24 @@ Row = dict[str, Any]
 
 
 class Results:
-    """The file of results: what is in it is not measured again."""
+    """The file of results: what is in it is not measured again.
+
+    Each row says by number in which of the file's `environments` it was measured.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.found: dict[str, Any] = {"rows": []}
+        self.found: dict[str, Any] = {"environments": [], "rows": []}
         if path.exists():
             self.found = json.loads(path.read_text())
-        self.found["environment"] = environment()
+
+    @cached_property
+    def here(self) -> int:
+        """The number of this environment, which is added where the file has none like it."""
+        known, this = self.found["environments"], environment()
+        if this not in known:
+            known.append(this)
+        return int(known.index(this))
 
     @property
     def rows(self) -> list[Row]:
@@ -52,7 +64,8 @@ class Results:
     def add(self, cell: Cell, figures: Row) -> None:
         """Put a row in the place of an older one, and write the file whole."""
         kept = [row for row in self.rows if Cell.of(row) != cell]
-        self.found["rows"] = sorted([*kept, {**asdict(cell), **figures}], key=lambda row: Cell.of(row).key)
+        row = {**asdict(cell), "environment": self.here, **figures}
+        self.found["rows"] = sorted([*kept, row], key=lambda row: Cell.of(row).key)
         self.save()
 
     def save(self) -> None:
@@ -63,7 +76,7 @@ class Results:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on, less the figures' own fields."""
+    """What the figures depend on, less the figures' own fields; and the day (UTC)."""
     import torch
 
     versions: dict[str, str | None] = {}
@@ -74,6 +87,7 @@ def environment() -> dict[str, Any]:
             versions[package] = None
     gpu = torch.cuda.is_available()
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "versions": versions,
         "python": platform.python_version(),
         "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
@@ -257,9 +271,14 @@ def _last_line(text: str | None) -> str:
 
 
 def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -> None:
-    """Measure what the results lack. Planned cells run side by side, the others one at a time; where
-    time is measured, implementations of one size take turns."""
-    cells = [cell for cell in cells if results.lacks(cell)]
+    """Measure what the results lack. Planned cells run side by side, the others one at a time.
+
+    Where time is measured, implementations of one size take turns, and since only turns of one run compare,
+    all of them are measured again where one is lacking. Their rows have the time of that run's start.
+    """
+    lacking = [cell for cell in cells if results.lacks(cell)]
+    sizes = {size_of(cell) for cell in lacking if cell.what == "speed"}
+    cells = [cell for cell in cells if cell in lacking or size_of(cell) in sizes]
     if not cells:
         return
     progress = Progress(len(cells))
@@ -280,8 +299,9 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
     for _, found in itertools.groupby((c for c in cells if not c.device.startswith("plan")), size_of):
         group = list(found)
         if group[0].what == "speed":
+            run_of = {"run": datetime.now(UTC).isoformat(timespec="seconds")}
             for cell, figures in zip(group, turns(group, runner, repeats), strict=True):
-                record(cell, figures)
+                record(cell, run_of | figures)
         else:
             for cell in group:
                 run([cell])

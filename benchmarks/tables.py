@@ -28,7 +28,7 @@ def in_groups(rows: Iterable[Row], *fields: str) -> list[tuple[tuple[Any, ...], 
     """Rows that agree in fields, the implementations of each in their order."""
 
     def key(row: Row) -> tuple[Any, ...]:
-        return tuple(row[field] for field in fields)
+        return tuple(row.get(field, "") for field in fields)
 
     ordered = sorted(rows, key=lambda row: (*key(row), order(row["impl"])))
     return [(name, list(group)) for name, group in itertools.groupby(ordered, key)]

@@ -219,7 +219,7 @@ def test_conditions_are_tried_and_written_by_the_command(
     monkeypatch.setattr(conditions, "LINES", LINES[:1])
     out = tmp_path / "results.json"
     assert cli.main(["bench", "conditions", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["conditions"]
+    rows = json.loads(out.read_text())["conditions"]["rows"]
     tried = [(family, x, y) for family in LINES[0].families for x in EMBEDDED for y in LINEARS]
     assert [(row["family"], row["embeddings"], row["linears"]) for row in rows] == tried
     assert {verdict for row in rows for verdict in row["verdicts"].values()} > {"fine", "wrong gradients"}
@@ -379,6 +379,42 @@ for number, _ in enumerate(sys.stdin):
     assert not log.exists()
 
 
+def test_times_of_one_size_are_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one lacks, all that were asked for take turns again; what was not asked for keeps its own run."""
+    runner = children(
+        monkeypatch,
+        "turn({'path': 'its own', 'floor': 1.0})\nfor _ in sys.stdin:\n    turn({'seconds': 1.0})",
+    )
+    results = running.Results(tmp_path / "results.json")
+
+    def measure(repeats: int, *impls: str) -> dict[str, Any]:
+        monkeypatch.setattr(running, "environment", lambda: {"repeats": repeats})
+        results = running.Results(tmp_path / "results.json")
+        running.measure([Cell("speed", "tiny-esm", impl) for impl in impls], results, runner, repeats)
+        return {row["impl"]: row for row in results.rows}
+
+    measure(2, "transformers", "outplace", "outplace-eager")
+    # A run starts in another second than the one before it.
+    for row in (found := json.loads(results.path.read_text()))["rows"]:
+        row["run"] = "before"
+    results.path.write_text(json.dumps(found))
+    rows = measure(3, "transformers", "outplace", "outplace-sdpa")
+    assert {impl: len(row["repeats"]) for impl, row in rows.items()} == {
+        "transformers": 3,
+        "outplace": 3,
+        "outplace-sdpa": 3,
+        "outplace-eager": 2,
+    }
+    assert rows["outplace-eager"]["run"] == "before"
+    assert {impl: row["environment"] for impl, row in rows.items() if impl != "outplace"} == {
+        "transformers": 1,
+        "outplace-sdpa": 1,
+        "outplace-eager": 0,
+    }
+    text = "\n".join(report.speed_tables(list(rows.values())))
+    assert text.count("1.00 to 1.00") == 3, "no ratio of one run's times to another's"
+
+
 def test_what_lacked_memory_beside_others_has_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,13 +506,15 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
     begin, end = "<!-- written by `outplace bench report` -->", "<!-- until here -->"
     for path in (page, front):
         path.write_text(f"Before.\n\n{begin}\nold\n{end}\n\nAfter.\n")
-    report.write([{"environment": running.environment(), "rows": rows}], tmp_path, page, front)
+    rows = [{**each, "environment": 0} for each in rows]
+    report.write([{"environments": [running.environment()], "rows": rows}], tmp_path, page, front)
     assert "| tiny-esm | train | 1 × 512 | " in front.read_text()
     assert "| tiny-esm | infer | 1 × 128 | 1.00 | 1.00 | 1.00 |" in front.read_text()
     assert page.read_text().startswith(f"Before.\n\n{begin}\n\nMemory, planned")
     assert page.read_text().endswith(f"{end}\n\nAfter.\n")
     assert "old" not in page.read_text()
     text = (tmp_path / "README.md").read_text()
+    assert f"- 10 cells: {running.environment()['date']}, commit `" in text
     assert running.NOT_MEASURED in text, "no GPU has been asked"
     assert "| tiny-esm | infer | 1 × 128 | outplace | sdpa | 1.00 | 1.00 to 1.00 | 2.0 |" in text
     assert (tmp_path / "memory-tiny-esm-train-plan-float32-1.svg").exists()
@@ -498,7 +536,8 @@ def test_figures_of_attention_join_those_of_another_environment(
     out = tmp_path / "attention.json"
     for packages, lengths in (("old", ["16"]), ("new", ["24"]), ("new", ["24", "32"])):
         asked.clear()
-        monkeypatch.setattr(running, "environment", lambda packages=packages: {"versions": packages})
+        this = {"date": "of " + lengths[-1], "versions": packages}
+        monkeypatch.setattr(running, "environment", lambda this=this: this)
         arguments = ["--modes", "eval", "--repeats", "1", "--out", str(out), "--lengths", *lengths]
         monkeypatch.setattr(sys, "argv", ["attention.py", *arguments])
         attention.main()
