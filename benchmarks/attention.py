@@ -117,7 +117,8 @@ def measure_live(library: str, mode: str, length: int, layers: int) -> dict[str,
 
 HEAD = (
     *("step", "tokens", "seconds, upstream", "ours", "upstream / ours", "ours / floor"),
-    *("live MB, upstream", "ours", "upstream / ours", "with kept tables", "resident, upstream / ours"),
+    *("live MB, upstream", "ours", "upstream / ours", "with kept tables", "ours / floor"),
+    "resident, upstream / ours",
     *("peer's seconds / ours", "its live MB / ours"),
 )
 
@@ -135,7 +136,8 @@ def line(row: dict[str, Any], rate: float) -> list[str]:
     cells += [over(upstream, "seconds"), f"{row[f'{ours} seconds'] * rate / row['multiply-adds']:.1f}"]
     cells += [f"{row[f'{library} live'] / 1e6:,.0f}" for library in LIBRARIES]
     cells += [over(upstream, "live"), over(upstream, "live", row["kept"]) if row["kept"] else ""]
-    return [*cells, over(upstream, "resident"), over(PEER, "seconds"), over(PEER, "live")]
+    cells += [f"{row[f'{ours} live'] / row['least live']:.1f}", over(upstream, "resident")]
+    return [*cells, over(PEER, "seconds"), over(PEER, "live")]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "fair-esm": ("fair-esm==2.0.0", UPSTREAM),
     "flashdeberta": ("flashdeberta==0.0.8", UPSTREAM),
     "disentangled-flash": ("disentangled-flash==1.1.1", UPSTREAM),
-    "faesm": ("faesm==0.1.1", UPSTREAM),
+    "faesm": ("faesm==0.1.1", "transformers==4.46.3"),  # it takes what later releases no longer have
     "onnxruntime": ("onnxruntime==1.32.0", "onnx==1.23.2", "onnxscript==0.7.2", UPSTREAM),
 }
 """What is installed beside torch and this project."""

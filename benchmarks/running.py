@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from .peers import PACKAGES, interpreter
 NOT_MEASURED = "not yet measured"
 TOGETHER = 18
 """Planned cells in one process at most, which would otherwise take as long to start as to plan."""
+FOLDERS = re.compile(r"""(?<![\w./:])/(?:[^\s/'"()]+/)+""")
+"""The folders of an absolute path, which say nothing on another machine."""
 Row = dict[str, Any]
 
 
@@ -64,6 +67,8 @@ class Results:
     def add(self, cell: Cell, figures: Row) -> None:
         """Put a row in the place of an older one, and write the file whole."""
         kept = [row for row in self.rows if Cell.of(row) != cell]
+        if "reason" in figures:
+            figures = figures | {"reason": FOLDERS.sub("", figures["reason"])}
         row = {**asdict(cell), "environment": self.here, **figures}
         self.found["rows"] = sorted([*kept, row], key=lambda row: Cell.of(row).key)
         self.save()

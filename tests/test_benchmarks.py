@@ -352,7 +352,7 @@ def test_results_are_kept_and_what_is_there_is_not_measured_again(
         f"""
 impl = cells[0]["impl"]
 if impl == "outplace-sdpa":
-    sys.exit("no such thing")
+    sys.exit("no such thing (/opt/there/its.py), see https://a.b/c/d")
 turn({{"path": "its own"}})
 for number, _ in enumerate(sys.stdin):
     with open({str(log)!r}, "a") as file:
@@ -371,7 +371,7 @@ for number, _ in enumerate(sys.stdin):
     assert rows["transformers"]["repeats"] == [1.0, 2.0, 1.0]
     assert rows["transformers"]["seconds"] == 1.0
     assert rows["transformers"]["path"] == "its own"
-    assert rows["outplace-sdpa"]["reason"] == "no such thing"
+    assert rows["outplace-sdpa"]["reason"] == "no such thing (its.py), see https://a.b/c/d"
     assert rows["outplace-eager"]["reason"] == "killed by signal 11: it crashed"
     assert "seconds" not in rows["outplace-eager"]
     log.unlink()
