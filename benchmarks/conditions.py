@@ -145,14 +145,20 @@ def verdict(line: Line, family: str, embedded: Embedded, linears: Linears, varia
 
 def tried() -> Iterator[dict[str, Any]]:
     """A row for each line, family, and kind of embeddings and linears: a verdict for each variant."""
-    cases = [(line, *case) for line in LINES for case in itertools.product(line.families, EMBEDDED, LINEARS)]
+    # A line goes to another process by its number: some are in modules, which cannot be sent.
+    cases = [
+        (number, *case)
+        for number, line in enumerate(LINES)
+        for case in itertools.product(line.families, EMBEDDED, LINEARS)
+    ]
     # Tiny models leave a second thread idle.
     own = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), own, torch.set_num_threads, (1,)) as pool:
         yield from pool.map(row, *zip(*cases, strict=True))
 
 
-def row(line: Line, family: str, embedded: Embedded, linears: Linears) -> dict[str, Any]:
+def row(number: int, family: str, embedded: Embedded, linears: Linears) -> dict[str, Any]:
+    line = LINES[number]
     verdicts = {str(v): verdict(line, family, embedded, linears, v) for v in VARIANTS}
     return {
         "line": line.historic,

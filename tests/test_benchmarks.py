@@ -216,12 +216,14 @@ def test_a_historic_line_fails_under_its_conditions(
 def test_conditions_are_tried_and_written_by_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conditions, "LINES", LINES[:1])
+    """Lines of classes and of a module, each in another process."""
+    monkeypatch.setattr(conditions, "LINES", LINES[:3])
+    monkeypatch.setattr(conditions, "LINEARS", {"plain": LINEARS["plain"]})
     out = tmp_path / "results.json"
     assert cli.main(["bench", "conditions", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["conditions"]["rows"]
-    tried = [(family, x, y) for family in LINES[0].families for x in EMBEDDED for y in LINEARS]
-    assert [(row["family"], row["embeddings"], row["linears"]) for row in rows] == tried
+    tried = [(x.historic, family, y) for x in LINES[:3] for family in x.families for y in EMBEDDED]
+    assert [(row["line"], row["family"], row["embeddings"]) for row in rows] == tried
     assert {verdict for row in rows for verdict in row["verdicts"].values()} > {"fine", "wrong gradients"}
 
 
