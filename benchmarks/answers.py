@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from .conditions import EMBEDDED, LINEARS
 from .fit import PLANNED
 from .running import NOT_MEASURED, Row
-from .tables import MIB, in_groups, over, table
+from .tables import MIB, Groups, in_groups, over, table, taking_turns
 
 COMPARED = ("transformers-historic", "transformers", "outplace-in-place", "outplace-eager", "outplace")
 """The release that wrote in place and today's; ours with its lines and without; ours."""
@@ -66,7 +67,7 @@ def in_place_times(rows: list[Row]) -> list[str]:
     head = "Time on a CPU, over that of `outplace-eager` in the same round, median (range):\n"
     lines = []
     timed = [row for row in rows if row["what"] == "speed" and row["device"] == "cpu" and "repeats" in row]
-    for (model, mode, batch, length, _), group in in_groups(timed, "model", "mode", "batch", "length", "run"):
+    for (model, mode, batch, length), group in taking_turns(timed, "model", "mode", "batch", "length"):
         by_impl = {row["impl"]: row["repeats"] for row in group}
         base = by_impl.get("outplace-eager")
         if base is None:
@@ -84,21 +85,22 @@ def in_place_times(rows: list[Row]) -> list[str]:
 
 def beside_upstream(rows: list[Row]) -> list[str]:
     """The ratios that a reader asks for first: planned peaks, and times on a CPU, of what "auto" takes."""
+    size = ("model", "mode", "batch", "length")
+    asked = [row for row in rows if row["dtype"] == "float32" and row["mode"] in ("infer", "train")]
+    planned = [
+        row
+        for row in asked
+        if (row["what"], row["device"], row["batch"]) == ("memory", "plan", 1)
+        and row["length"] in (512, 4096)
+    ]
+    timed = [row for row in asked if (row["what"], row["device"]) == ("speed", "cpu")]
     memory, times = [], []
-    fields = ("what", "device", "model", "mode", "batch", "length", "dtype", "run")
-    for (what, device, model, mode, batch, length, dtype, _), group in in_groups(rows, *fields):
-        by_impl = {row["impl"]: row for row in group if "reason" not in row}
-        upstream = by_impl.get("transformers-sdpa", by_impl.get("transformers"))
-        ours = by_impl.get("outplace")
-        if upstream is None or ours is None or dtype != "float32" or mode not in ("infer", "train"):
-            continue
-        size = [model, mode, f"{batch} × {length:,}"]
-        if (what, device) == ("memory", "plan") and batch == 1 and length in (512, 4096):
-            whole, alone = upstream["peak"] / ours["peak"], activations(upstream) / activations(ours)
-            peaks = [f"{row['peak'] / MIB:,.0f}" for row in (upstream, ours)]
-            memory.append([*size, *peaks, f"{whole:.2f}", f"{alone:.2f}"])
-        elif (what, device) == ("speed", "cpu"):
-            times.append([*size, *(f"{x:.2f}" for x in over(upstream["repeats"], ours["repeats"]))])
+    for names, upstream, ours in upstream_and_ours(in_groups(planned, *size)):
+        whole, alone = upstream["peak"] / ours["peak"], activations(upstream) / activations(ours)
+        peaks = [f"{row['peak'] / MIB:,.0f}" for row in (upstream, ours)]
+        memory.append([*names, *peaks, f"{whole:.2f}", f"{alone:.2f}"])
+    for names, upstream, ours in upstream_and_ours(taking_turns(timed, *size)):
+        times.append([*names, *(f"{x:.2f}" for x in over(upstream["repeats"], ours["repeats"]))])
     return [
         "Peak memory of a whole step (AdamW in training), planned for CUDA in float32, upstream's fastest "
         "attention beside what `auto` takes:\n",
@@ -112,6 +114,16 @@ def beside_upstream(rows: list[Row]) -> list[str]:
         if times
         else f"{NOT_MEASURED}\n",
     ]
+
+
+def upstream_and_ours(groups: Groups) -> Iterator[tuple[list[str], Row, Row]]:
+    """Of each model, mode, batch and length where both have figures."""
+    for (model, mode, batch, length), group in groups:
+        by_impl = {row["impl"]: row for row in group if "reason" not in row}
+        upstream = by_impl.get("transformers-sdpa", by_impl.get("transformers"))
+        ours = by_impl.get("outplace")
+        if upstream is not None and ours is not None:
+            yield [model, mode, f"{batch} × {length:,}"], upstream, ours
 
 
 def exponents(rows: list[Row]) -> list[str]:

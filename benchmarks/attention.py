@@ -7,8 +7,9 @@ Memory is read twice. "Live" is the most bytes of tensors that a step holds at o
 there before, which does not vary. "Resident" is the most that the first step of a length adds to the process
 (`VmHWM` - `VmRSS`), with what the allocator keeps of freed tensors. Time is the median of the steps after
 that, as many as make up 2,048 tokens, but no more than 5. The floor of time is the multiply-adds of the
-products that must be formed at the rate of a large product, measured beside each row; that of memory is what
-backward needs and cannot have without a product.
+products that must be formed at the rate of a large product, measured beside each row (the page takes the
+median of all, since one varies by half); that of memory is what backward needs and cannot have without a
+product.
 
 The peer is the torch backend of disentangled-flash, the one that runs this model without a GPU; there
 `flashdeberta` takes upstream's attention. It has an environment of its own, made when first needed.

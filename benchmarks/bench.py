@@ -35,11 +35,11 @@ DESCRIPTION = """\
 Measure implementations of the published models, each cell in a process of its own, and write what is
 found into one file; what is in it already is not measured again. Without options that choose cells, memory
 and speed are of a small set; with --device cuda, of one for a GPU. Times compare only within a run, so name
-with --impl whatever is to be compared. "peers" is memory and speed beside other
-projects than upstream, "scaling" the time of texts of many lengths. "fit" plans two batches of every
-published model, from which a report tells the largest that a GPU trains. "conditions" puts upstream's old
-lines that wrote in place back one by one and trains tiny models in many ways: which raise, which are wrong.
-"compare" says whether two files of results agree; it fails where a plan differs.
+with --impl whatever is to be compared. "peers" is memory and speed beside other projects than upstream,
+"scaling" the time of texts of many lengths. "fit" plans two batches of every published model, from which a
+report tells the largest that a GPU trains. "conditions" puts upstream's old lines that wrote in place back
+one by one and trains tiny models in many ways: which raise, which are wrong. "compare" says whether two files
+of results agree; it fails where a plan differs.
 
 Memory is read in three ways. "cuda" is the peak of torch's CUDA allocator. "cpu" adds up the live storages
 that operators return, and beside it gives the rise of resident memory. "plan" runs the step on tensors

@@ -6,7 +6,7 @@ from typing import Any
 
 from .cells import Cell
 from .running import Row
-from .tables import in_groups, over, table
+from .tables import over, table, taking_turns
 
 SIZE = ("model", "mode", "device", "dtype", "batch", "length")
 ANYWHERE = {"environment": None}
@@ -54,9 +54,9 @@ def _ratios(new: list[Row], old: list[Row]) -> list[list[str]]:
 def _over_upstream(rows: list[Row]) -> list[tuple[tuple[Any, ...], str, tuple[float, float, float]]]:
     timed = [row for row in rows if "repeats" in row]
     found = []
-    for (*size, _), group in in_groups(timed, *SIZE, "run"):
+    for size, group in taking_turns(timed, *SIZE):
         by_impl = {row["impl"]: row["repeats"] for row in group}
         base = by_impl.pop("transformers", None)
         if base is not None:
-            found += [(tuple(size), impl, over(base, times)) for impl, times in by_impl.items()]
+            found += [(size, impl, over(base, times)) for impl, times in by_impl.items()]
     return found

@@ -14,7 +14,7 @@ from .fit import GB, GPUS, PLANNED, largest_batch
 from .memory import KINDS
 from .running import NOT_MEASURED, Row
 from .shapes import MODELS
-from .tables import MIB, in_groups, order, over, put_block, table
+from .tables import MIB, in_groups, order, over, put_block, table, taking_turns
 
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Told apart by the colour-blind too (Okabe and Ito); lines differ in marks and dashes, bars in hatching."""
@@ -302,8 +302,8 @@ def speed_tables(rows: list[Row]) -> list[str]:
         return [f"{NOT_MEASURED}\n"]
     lines = []
     reasons = []
-    fields = ("model", "mode", "device", "dtype", "batch", "length", "run")
-    for (model, mode, _, _, batch, length, _), group in in_groups(chosen, *fields):
+    fields = ("model", "mode", "device", "dtype", "batch", "length")
+    for (model, mode, _, _, batch, length), group in taking_turns(chosen, *fields):
         base = next(
             (row["repeats"] for row in group if row["impl"] == "transformers" and "repeats" in row), None
         )

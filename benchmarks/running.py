@@ -281,7 +281,7 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
     Where time is measured, implementations of one size take turns, and since only turns of one run compare,
     all of them are measured again where one is lacking. Their rows have the time of that run's start.
     """
-    lacking = [cell for cell in cells if results.lacks(cell)]
+    lacking = {cell for cell in cells if results.lacks(cell)}
     sizes = {size_of(cell) for cell in lacking if cell.what == "speed"}
     cells = [cell for cell in cells if cell in lacking or size_of(cell) in sizes]
     if not cells:

@@ -12,6 +12,7 @@ from .running import Row
 
 MIB = 2**20
 END = "<!-- until here -->"
+Groups = list[tuple[tuple[Any, ...], list[Row]]]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
@@ -24,14 +25,19 @@ def order(impl: str) -> int:
     return IMPLEMENTATIONS.index(impl)
 
 
-def in_groups(rows: Iterable[Row], *fields: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
+def in_groups(rows: Iterable[Row], *fields: str) -> Groups:
     """Rows that agree in fields, the implementations of each in their order."""
 
     def key(row: Row) -> tuple[Any, ...]:
-        return tuple(row.get(field, "") for field in fields)
+        return tuple(row[field] for field in fields)
 
     ordered = sorted(rows, key=lambda row: (*key(row), order(row["impl"])))
     return [(name, list(group)) for name, group in itertools.groupby(ordered, key)]
+
+
+def taking_turns(rows: Iterable[Row], *fields: str) -> Groups:
+    """`in_groups`, each of one run: only times that were taken in turns compare."""
+    return [(name[:-1], group) for name, group in in_groups(rows, *fields, "run")]
 
 
 def over(theirs: Iterable[float], ours: Iterable[float]) -> tuple[float, float, float]:

@@ -387,19 +387,19 @@ def test_times_of_one_size_are_of_one_run(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch,
         "turn({'path': 'its own', 'floor': 1.0})\nfor _ in sys.stdin:\n    turn({'seconds': 1.0})",
     )
-    results = running.Results(tmp_path / "results.json")
+    path = tmp_path / "results.json"
 
     def measure(repeats: int, *impls: str) -> dict[str, Any]:
         monkeypatch.setattr(running, "environment", lambda: {"repeats": repeats})
-        results = running.Results(tmp_path / "results.json")
+        results = running.Results(path)
         running.measure([Cell("speed", "tiny-esm", impl) for impl in impls], results, runner, repeats)
         return {row["impl"]: row for row in results.rows}
 
     measure(2, "transformers", "outplace", "outplace-eager")
     # A run starts in another second than the one before it.
-    for row in (found := json.loads(results.path.read_text()))["rows"]:
+    for row in (found := json.loads(path.read_text()))["rows"]:
         row["run"] = "before"
-    results.path.write_text(json.dumps(found))
+    path.write_text(json.dumps(found))
     rows = measure(3, "transformers", "outplace", "outplace-sdpa")
     assert {impl: len(row["repeats"]) for impl, row in rows.items()} == {
         "transformers": 3,
@@ -473,7 +473,8 @@ def test_planned_cells_share_processes_by_model_and_implementation() -> None:
 
 def test_figures_made_anew_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def row(impl: str, device: str = "cpu", what: str = "speed", **figures: Any) -> dict[str, Any]:
-        return vars(Cell(what, "esm2_t6_8M_UR50D", impl, device)) | figures  # type: ignore[arg-type]
+        cell = Cell(what, "esm2_t6_8M_UR50D", impl, device)  # type: ignore[arg-type]
+        return vars(cell) | {"run": "once"} | figures
 
     plan = row("outplace", "plan", "memory", peak=100)
     live = row("outplace", "cpu", "memory", peak=200)
@@ -503,7 +504,8 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
             cell = Cell("memory", "tiny-esm", impl, "plan", batch=1, length=length, mode="train")
             rows.append({**vars(cell), **figures(cell, None)})
         speed = Cell("speed", "tiny-esm", impl)
-        rows.append({**vars(speed), "path": "sdpa", "seconds": 2.0, "repeats": [2.0, 2.0, 4.0], "floor": 1.0})
+        times = {"seconds": 2.0, "repeats": [2.0, 2.0, 4.0], "floor": 1.0}
+        rows.append({**vars(speed), "run": "once", "path": "sdpa", **times})
     page, front = tmp_path / "page.md", tmp_path / "front.md"
     begin, end = "<!-- written by `outplace bench report` -->", "<!-- until here -->"
     for path in (page, front):
