@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -196,9 +197,12 @@ def with_disentangled_flash(model: Any, device: str, length: int) -> nn.Module:
 
 
 def _faesm(cell: Cell, folder: Path) -> nn.Module:
+    import transformers
     from faesm.esm import FAEsmModel  # type: ignore[import-not-found]
 
-    return cast(nn.Module, FAEsmModel.from_pretrained(folder, add_pooling_layer=False))
+    config = transformers.EsmConfig.from_pretrained(folder)
+    config.use_fa = find_spec("flash_attn") is not None  # else it takes torch's attention
+    return cast(nn.Module, FAEsmModel.from_pretrained(folder, config=config, add_pooling_layer=False))
 
 
 def _onnxruntime(cell: Cell, folder: Path) -> nn.Module:
