@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .cells import Cell
 from .floors import floor, product_rate
-from .implementations import Classifier, Unavailable, as_states, build, configuration, prepare
+from .implementations import PEERS, Classifier, Unavailable, as_states, build, configuration, prepare
 from .memory import CUDA_BLOCK, Ledger, Peak
 from .shapes import MODELS
 
@@ -116,6 +116,8 @@ def attention_path(model: Any, cell: Cell, device: torch.device) -> str:
         from outplace.models.attention.plan import choose
 
         return choose(model.config, cell.batch, cell.length, device, False).path
+    if cell.impl in PEERS:  # it puts another in the place of what the configuration names
+        return "its own"
     return str(getattr(getattr(model, "config", None), "_attn_implementation", "its own"))
 
 

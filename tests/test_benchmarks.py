@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,6 +380,12 @@ for number, _ in enumerate(sys.stdin):
     log.unlink()
     running.measure(cells, running.Results(path), runner, repeats=3)
     assert not log.exists()
+
+
+@pytest.mark.parametrize(("impl", "path"), [("disentangled-flash", "its own"), ("transformers", "eager")])
+def test_attention_of_a_peer_is_not_what_the_configuration_names(impl: str, path: str) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="eager"))
+    assert measure.attention_path(model, Cell("speed", "tiny-v3", impl), torch.device("cpu")) == path
 
 
 def test_times_of_one_size_are_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
