@@ -11,6 +11,10 @@ products that must be formed at the rate of a large product, measured beside eac
 median of all, since one varies by half); that of memory is what backward needs and cannot have without a
 product.
 
+Each size is measured twice: where glibc returns freed memory to the system, as it does by default, and where
+it is told to keep it. What was returned is mapped and cleared again in the next step, and how much that is
+hangs on which tensors happen to lie last in memory.
+
 The peer is the torch backend of disentangled-flash, the one that runs this model without a GPU; there
 `flashdeberta` takes upstream's attention. It has an environment of its own, made when first needed.
 """
@@ -19,7 +23,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,6 +37,11 @@ LIBRARIES = ("transformers", "outplace")
 PEER = "disentangled-flash"
 LENGTHS = (128, 512, 1024, 2048)
 MODES = ("eval", "train")
+FREED = {
+    "returned": {},
+    "kept": {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+}
+"""Environment variables by what becomes of freed memory; glibc takes no larger threshold for mapping."""
 CONFIG = {
     "vocab_size": 1000,
     "hidden_size": 768,
@@ -117,11 +128,17 @@ def measure_live(library: str, mode: str, length: int, layers: int) -> dict[str,
 
 
 HEAD = (
-    *("step", "tokens", "seconds, upstream", "ours", "upstream / ours", "ours / floor"),
+    *("step", "freed memory", "tokens", "seconds, upstream", "ours", "upstream / ours", "ours / floor"),
     *("live MB, upstream", "ours", "upstream / ours", "with kept tables", "ours / floor"),
     "resident, upstream / ours",
     *("peer's seconds / ours", "its live MB / ours"),
 )
+
+
+def order(key: tuple[str, str, int]) -> tuple[int, int, int]:
+    """Where a row stands in the file and in the table."""
+    mode, freed, length = key
+    return MODES.index(mode), list(FREED).index(freed), length
 
 
 def line(row: dict[str, Any], rate: float) -> list[str]:
@@ -132,7 +149,7 @@ def line(row: dict[str, Any], rate: float) -> list[str]:
         return "" if theirs is None else f"{theirs / (row[f'outplace {figure}'] + more):.2f}"
 
     upstream, ours = LIBRARIES
-    cells = [row["mode"], f"{row['length']:,}"]
+    cells = [row["mode"], row["freed"], f"{row['length']:,}"]
     cells += [f"{row[f'{library} seconds']:.2f}" for library in LIBRARIES]
     cells += [over(upstream, "seconds"), f"{row[f'{ours} seconds'] * rate / row['multiply-adds']:.1f}"]
     cells += [f"{row[f'{library} live'] / 1e6:,.0f}" for library in LIBRARIES]
@@ -145,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--freed", nargs="+", default=FREED, choices=FREED)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -170,12 +188,13 @@ def main() -> None:
 
     libraries = [*LIBRARIES, *([] if args.peers is None else [PEER])]
 
-    def run(*case: str) -> dict[str, float]:
+    def run(freed: str, *case: str) -> dict[str, float]:
         _, library, *_ = case
         python = interpreter(Cell("speed", "deberta-v3-base", library), args.peers)
         command = [str(python), *sys.orig_argv[1 : -len(sys.argv)], __file__]
         command += ["--layers", str(args.layers), "--measure", *case]
-        output = subprocess.run(command, check=True, capture_output=True, text=True)
+        surroundings = os.environ | FREED[freed]
+        output = subprocess.run(command, check=True, capture_output=True, text=True, env=surroundings)
         found: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
         return found
 
@@ -183,43 +202,44 @@ def main() -> None:
     found: dict[str, Any] = {"rows": []}
     if args.out and args.out.exists():
         found = json.loads(args.out.read_text())
-    rows = {(row["mode"], row["length"]): row for row in found["rows"]}
-    print(table(HEAD, []), end="")
-    for mode in args.modes:
-        for length in args.lengths:
-            there = rows.get((mode, length), {"environment": {}})["environment"]
-            if there | {"date": None} == here | {"date": None}:
-                continue
-            runs: dict[str, list[dict[str, float]]] = {library: [] for library in libraries}
-            for _ in range(args.repeats):
-                for library in libraries:
-                    runs[library].append(run("step", library, mode, str(length)))
-            live = {library: run("live", library, mode, str(length)) for library in libraries}
-            kind = "infer" if mode == "eval" else "train"
-            # Without parameters, what is left of the floor is activations.
-            least = floor(Cell("speed", "deberta-v3-base", "outplace", length=length, mode=kind), 0)
-            row: dict[str, Any] = {
-                "mode": mode,
-                "length": length,
-                "environment": here,
-                "rate": product_rate(torch.device("cpu"), torch.float32),
-                "repeats": args.repeats,
-                "multiply-adds": least.multiply_adds * args.layers // 12,
-                "least live": least.bytes * (args.layers / 12 if mode == "train" else 1),
-                "kept": live["outplace"]["kept"],
-            }
+    rows = {(row["mode"], row["freed"], row["length"]): row for row in found["rows"]}
+    print(table(HEAD, [], 2), end="")
+    for size in itertools.product(args.modes, args.freed, args.lengths):
+        mode, freed, length = size
+        if size in rows and rows[size]["environment"] | {"date": None} == here | {"date": None}:
+            continue
+        runs: dict[str, list[dict[str, float]]] = {library: [] for library in libraries}
+        for _ in range(args.repeats):
             for library in libraries:
-                for figure in ("seconds", "resident"):
-                    row[f"{library} {figure}"] = median(run[figure] for run in runs[library])
-                row[f"{library} live"] = live[library]["live"]
-            rows[mode, length] = row
-            found["rows"] = [rows[size] for size in sorted(rows)]
-            print("| " + " | ".join(line(row, row["rate"])) + " |", flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(found, indent=2) + "\n")
+                runs[library].append(run(freed, "step", library, mode, str(length)))
+        live = {library: run(freed, "live", library, mode, str(length)) for library in libraries}
+        kind = "infer" if mode == "eval" else "train"
+        # Without parameters, what is left of the floor is activations.
+        least = floor(Cell("speed", "deberta-v3-base", "outplace", length=length, mode=kind), 0)
+        row: dict[str, Any] = {
+            "mode": mode,
+            "freed": freed,
+            "length": length,
+            "environment": here,
+            "rate": product_rate(torch.device("cpu"), torch.float32),
+            "repeats": args.repeats,
+            "multiply-adds": least.multiply_adds * args.layers // 12,
+            "least live": least.bytes * (args.layers / 12 if mode == "train" else 1),
+            "kept": live["outplace"]["kept"],
+        }
+        for library in libraries:
+            for figure in ("seconds", "resident"):
+                row[f"{library} {figure}"] = median(run[figure] for run in runs[library])
+            row[f"{library} live"] = live[library]["live"]
+        rows[size] = row
+        found["rows"] = [rows[key] for key in sorted(rows, key=order)]
+        print("| " + " | ".join(line(row, row["rate"])) + " |", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
     if args.page:
         rate = median(row["rate"] for row in found["rows"])
-        put_block(args.page, table(HEAD, (line(row, rate) for row in found["rows"])), "make bench-attention")
+        lines = (line(row, rate) for row in found["rows"])
+        put_block(args.page, table(HEAD, lines, 2), "make bench-attention")
 
 
 if __name__ == "__main__":

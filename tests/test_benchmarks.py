@@ -535,14 +535,19 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
 def test_figures_of_attention_join_those_of_another_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs of different packages, of different lengths: the second one ends with both."""
-    asked: list[str] = []
+    """Two runs of different packages, of different lengths: the second one ends with both.
 
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(command[-1])
+    Each length is measured where freed memory is returned and where it is kept.
+    """
+    asked: list[tuple[str, bool]] = []
+
+    def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append((command[-1], "MALLOC_TRIM_THRESHOLD_" in env))
         figures = {"seconds": 2.0, "resident": 3, "live": 4, "kept": 0}
         return subprocess.CompletedProcess(command, 0, json.dumps(figures))
 
+    for name in attention.FREED["kept"]:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(attention.subprocess, "run", run)
     out = tmp_path / "attention.json"
     for packages, lengths in (("old", ["16"]), ("new", ["24"]), ("new", ["24", "32"])):
@@ -552,10 +557,12 @@ def test_figures_of_attention_join_those_of_another_environment(
         arguments = ["--modes", "eval", "--repeats", "1", "--out", str(out), "--lengths", *lengths]
         monkeypatch.setattr(sys, "argv", ["attention.py", *arguments])
         attention.main()
-    assert set(asked) == {"32"}, "what this environment has measured is not measured again"
+    assert set(asked) == {("32", False), ("32", True)}, (
+        "what this environment has measured is not measured again"
+    )
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["length"], row["environment"]["versions"]) for row in rows] == [
-        (16, "old"),
-        (24, "new"),
-        (32, "new"),
+    assert [(row["freed"], row["length"], row["environment"]["versions"]) for row in rows] == [
+        (freed, *of_length)
+        for freed in ("returned", "kept")
+        for of_length in ((16, "old"), (24, "new"), (32, "new"))
     ]
