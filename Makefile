@@ -43,7 +43,7 @@ RECORD := benchmarks/results/bench.json
 RESULTS ?= build/bench.json
 
 bench: .venv/bench  ## memory by plan and small models on the CPU, and whether it is as committed
-	$(BENCH) all --out $(RESULTS)
+	$(BENCH) all --repeats 3 --out $(RESULTS)
 	$(BENCH) conditions --out $(RESULTS)
 	$(BENCH) report $(RESULTS) -o build/report
 	$(BENCH) compare $(RESULTS) $(RECORD)

@@ -213,10 +213,11 @@ def real(cell: Cell, folder: Path, snapshot: Path | None) -> Iterator[dict[str, 
         step = Step(prepare(model, cell, fake=False), width, cell, device)
         least = floor(cell, parameters)
         if cell.what == "speed":
+            yield found
+            # Others may have been getting ready until now.
             rate = product_rate(device, dtype)
-            yield found | {"rate": rate, "floor": least.multiply_adds / rate}
             while True:
-                yield {"seconds": timed(step, device)}
+                yield {"seconds": timed(step, device), "rate": rate, "floor": least.multiply_adds / rate}
         step()
         if device.type == "cuda":
             yield found | cuda_memory(step, snapshot) | {"floor": least.bytes}

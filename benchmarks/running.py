@@ -298,7 +298,10 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
         for cell, figures in zip(part, runner.run(*part), strict=True):
             record(cell, figures)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as maker:
+        # Environments are made meanwhile; where one cannot be, its cells say so.
+        for cell in cells:
+            maker.submit(interpreter, cell, runner.peers)
         for done in [pool.submit(run, part) for part in together(cells)]:
             done.result()
     for _, found in itertools.groupby((c for c in cells if not c.device.startswith("plan")), size_of):
@@ -313,10 +316,13 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
 
 
 def together(cells: Iterable[Cell]) -> Iterator[list[Cell]]:
-    """The planned cells of each implementation of a model, some in a process."""
+    """The planned cells of each implementation of a model, some in a process.
 
-    def key(cell: Cell) -> tuple[str, str]:
-        return cell.model, cell.impl
+    Those that need an environment of their own come last, when it may be there.
+    """
+
+    def key(cell: Cell) -> tuple[bool, str, str]:
+        return cell.impl == "transformers-historic", cell.model, cell.impl
 
     planned = sorted((cell for cell in cells if cell.device.startswith("plan")), key=key)
     for _, group in itertools.groupby(planned, key):
@@ -330,19 +336,19 @@ def turns(group: Sequence[Cell], runner: Runner, repeats: int) -> list[Row]:
 
     Each has a process, which waits while another has its turn.
     """
-    rows: list[Row] = []
     seconds: list[list[float]] = [[] for _ in group]
     with ExitStack() as stack:
-        children: dict[int, Child] = {}
-        for index, cell in enumerate(group):
+        children: list[Child | Row] = []
+        for cell in group:
             try:
-                children[index] = stack.enter_context(runner.start([cell]))
-                rows.append(children[index].row())
+                children.append(stack.enter_context(runner.start([cell])))
             except NotReady as error:
-                rows.append({"reason": str(error)})
+                children.append({"reason": str(error)})
+        # They get ready side by side, and none is timed before all are.
+        rows = [child.row() if isinstance(child, Child) else child for child in children]
         for _ in range(repeats):
-            for index, child in children.items():
-                if "reason" in rows[index]:
+            for index, child in enumerate(children):
+                if not isinstance(child, Child) or "reason" in rows[index]:
                     continue
                 found = child.turn()
                 rows[index] = found if "reason" in found else rows[index] | found

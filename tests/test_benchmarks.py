@@ -424,6 +424,32 @@ def test_times_of_one_size_are_of_one_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert text.count("1.00 to 1.00") == 3, "no ratio of one run's times to another's"
 
 
+def test_those_that_take_turns_get_ready_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is ready once the other has begun, and neither has a turn before both are."""
+    runner = children(
+        monkeypatch,
+        f"""
+import pathlib, time
+folder = pathlib.Path({str(tmp_path)!r})
+def both(what):
+    return len(list(folder.glob(f"*.{{what}}"))) == 2
+impl = cells[0]["impl"]
+(folder / f"{{impl}}.begun").touch()
+late = time.monotonic() + 60
+while not both("begun") and time.monotonic() < late:
+    time.sleep(0.01)
+(folder / f"{{impl}}.ready").touch()
+turn({{}} if both("begun") else {{"reason": "the other had not begun"}})
+for _ in sys.stdin:
+    turn({{"seconds": float(both("ready"))}})
+""",
+    )
+    cells = [Cell("speed", "tiny-esm", impl) for impl in ("transformers", "outplace")]
+    assert [row["seconds"] for row in running.turns(cells, runner, 1)] == [1.0, 1.0]
+
+
 def test_what_lacked_memory_beside_others_has_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,13 +457,13 @@ def test_what_lacked_memory_beside_others_has_it_alone(
     runner = children(
         monkeypatch,
         f"""
-import pathlib
-owner = pathlib.Path({str(tmp_path / "owner")!r})
+import fcntl
+memory = open({str(tmp_path / "memory")!r}, "a")
 try:
-    os.kill(int(owner.read_text()), 0)
+    fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
     turn({{"reason": "out of memory: none is left"}})
-except OSError:
-    owner.write_text(str(os.getpid()))
+else:
     turn({{}})
     for _ in sys.stdin:
         turn({{"seconds": 1.0}})
