@@ -20,7 +20,8 @@ def environment(home: Path, packages: tuple[str, ...], *, with_project: bool = F
     python, done = home / "bin" / "python", home / "complete"
     if not done.exists():
         venv.create(home, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # Modules are compiled when they are imported, which few are.
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         subprocess.run([*pip, pinned("torch"), pinned("numpy"), *packages], check=True)
         if with_project:
             # What the project needs comes with every transformers, in other versions with an old one.

@@ -48,13 +48,10 @@ class Step:
         foreach = cell.device in ("plan", "cuda")
         self.optimizer = torch.optim.AdamW(trained, foreach=foreach) if self.training else None
         if self.optimizer is not None:
-            # Its state exists before the step that is measured; gradients of zeros change no weight by it.
+            # Its state is there before the step that is measured.
             for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            for group in self.optimizer.param_groups:
-                group["weight_decay"] = 0.0
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32)} | moments
 
     def __call__(self, ledger: Ledger | None = None) -> None:
         if ledger is not None:

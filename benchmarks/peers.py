@@ -27,15 +27,21 @@ HISTORIC = {
 _making = Lock()
 
 
+def packages_of(cell: Cell) -> tuple[str, ...]:
+    """What the cell's implementation needs in an environment of its own; nothing where it runs here."""
+    if cell.impl == "transformers-historic":
+        return (HISTORIC[cell.family],)
+    return PACKAGES.get(cell.impl, ())
+
+
 def interpreter(cell: Cell, home: Path) -> Path:
     """The Python that runs the cell's implementation: this one, or that of an environment in the folder.
 
     Raises:
         subprocess.CalledProcessError: its packages cannot be installed.
     """
-    historic = (HISTORIC[cell.family],) if cell.impl == "transformers-historic" else None
-    packages = historic or PACKAGES.get(cell.impl)
-    if packages is None:
+    packages = packages_of(cell)
+    if not packages:
         return Path(sys.executable)
     with _making:
         return environment(home / packages[0].replace("==", "-"), packages, with_project=True)

@@ -24,10 +24,10 @@ from statistics import median
 from typing import Any
 
 from .cells import Cell, size_of
-from .peers import PACKAGES, interpreter
+from .peers import PACKAGES, interpreter, packages_of
 
 NOT_MEASURED = "not yet measured"
-TOGETHER = 18
+TOGETHER = 24
 """Planned cells in one process at most, which would otherwise take as long to start as to plan."""
 FOLDERS = re.compile(r"""(?<![\w./:])/(?:[^\s/'"()]+/)+""")
 """The folders of an absolute path, which say nothing on another machine."""
@@ -210,7 +210,7 @@ class Runner:
         self.folder, self.peers, self.limit, self.snapshots = folder, peers, limit, snapshots
 
     def start(self, cells: Sequence[Cell]) -> Child:
-        """A process for cells of one implementation and device.
+        """A process for cells of one environment and device.
 
         Raises:
             NotReady: what it needs cannot be made.
@@ -316,16 +316,9 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
 
 
 def together(cells: Iterable[Cell]) -> Iterator[list[Cell]]:
-    """The planned cells of each implementation of a model, some in a process.
-
-    Those that need an environment of their own come last, when it may be there.
-    """
-
-    def key(cell: Cell) -> tuple[bool, str, str]:
-        return cell.impl == "transformers-historic", cell.model, cell.impl
-
-    planned = sorted((cell for cell in cells if cell.device.startswith("plan")), key=key)
-    for _, group in itertools.groupby(planned, key):
+    """The planned cells of each environment, some in a process; first of this one, which is there."""
+    planned = sorted((cell for cell in cells if cell.device.startswith("plan")), key=packages_of)
+    for _, group in itertools.groupby(planned, packages_of):
         same = list(group)
         for start in range(0, len(same), TOGETHER):
             yield same[start : start + TOGETHER]

@@ -494,13 +494,14 @@ if len(cells) > 1:
     assert list(runner.run(*cells)) == [{"peak": 1}, killed, {"peak": 3}]
 
 
-def test_planned_cells_share_processes_by_model_and_implementation() -> None:
-    cells = grid(
-        "memory", TINY, ("transformers", "outplace"), ("plan",), ("float32",), (1,), range(20), ("infer",)
-    )
+def test_planned_cells_share_processes_by_environment() -> None:
+    impls = ("transformers-historic", "transformers", "outplace")
+    cells = grid("memory", TINY, impls, ("plan",), ("float32",), (1,), range(20), ("infer",))
     parts = list(running.together(cells))
     assert sorted(cell.key for part in parts for cell in part) == sorted(cell.key for cell in cells)
-    assert all(len({(cell.model, cell.impl) for cell in part}) == 1 for part in parts)
+    needed = [{peers.packages_of(cell) for cell in part} for part in parts]
+    assert all(len(packages) == 1 for packages in needed)
+    assert needed == sorted(needed, key=min), "those that need none come first"
     assert max(map(len, parts)) == running.TOGETHER
 
 
