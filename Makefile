@@ -49,7 +49,7 @@ bench: .venv/bench  ## memory by plan and small models on the CPU, and whether i
 	$(BENCH) report $(RESULTS) -o build/report
 	$(BENCH) compare $(RESULTS) $(RECORD)
 
-bench-peers: .venv/bench  ## other projects beside upstream and ours on the CPU
+bench-peers: .venv/bench  ## other projects and old releases beside upstream and ours on the CPU
 	$(BENCH) peers --out $(RESULTS)
 
 bench-scaling: .venv/bench  ## time against length on the CPU

@@ -18,6 +18,7 @@ from .shapes import MODELS
 if TYPE_CHECKING:
     from .running import Results
 
+KINDS: tuple[What, What] = ("memory", "speed")
 OURS_AND_UPSTREAM = ("transformers", "transformers-sdpa", "outplace", "outplace-blockwise")
 IN_PLACE_AND_NOT = (
     "transformers",
@@ -35,11 +36,11 @@ DESCRIPTION = """\
 Measure implementations of the published models, each cell in a process of its own, and write what is
 found into one file; what is in it already is not measured again. Without options that choose cells, memory
 and speed are of a small set; with --device cuda, of one for a GPU. Times compare only within a run, so name
-with --impl whatever is to be compared. "peers" is memory and speed beside other projects than upstream,
-"scaling" the time of texts of many lengths. "fit" plans two batches of every published model, from which a
-report tells the largest that a GPU trains. "conditions" puts upstream's old lines that wrote in place back
-one by one and trains tiny models in many ways: which raise, which are wrong. "compare" says whether two files
-of results agree; it fails where a plan differs.
+with --impl whatever is to be compared. "peers" is memory and speed beside other projects than upstream, and
+speed beside its old releases and lines, "scaling" the time of texts of many lengths. "fit" plans two batches
+of every published model, from which a report tells the largest that a GPU trains. "conditions" puts
+upstream's old lines that wrote in place back one by one and trains tiny models in many ways: which raise,
+which are wrong. "compare" says whether two files of results agree; it fails where a plan differs.
 
 Memory is read in three ways. "cuda" is the peak of torch's CUDA allocator. "cpu" adds up the live storages
 that operators return, and beside it gives the rise of resident memory. "plan" runs the step on tensors
@@ -155,7 +156,7 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
         return peers_set()
     if args.what == "scaling":
         return scaling_set()
-    kinds: tuple[What, ...] = ("memory", "speed") if args.what == "all" else (args.what,)
+    kinds: tuple[What, ...] = KINDS if args.what == "all" else (args.what,)
     options = (args.model, args.impl, args.dtype, args.batch, args.length, args.mode)
     if not any(options):
         cells = cuda_set() if args.device == ["cuda"] else small_set()
@@ -187,31 +188,19 @@ def small_set() -> list[Cell]:
     lengths = plans(1, (128, 512, 1024, 2048, 4096, 8192), "infer", "train")
     modes = plans(4, (512,), *MODES)
 
-    def on_cpu(what: What, *impls: str) -> list[Cell]:
-        return grid(what, SMALL, impls, ("cpu",), ("float32",), (1,), (512,), ("infer", "train"))
-
-    held = on_cpu("memory", *OURS_AND_UPSTREAM[:3])
-    timed = on_cpu("speed", *IN_PLACE_AND_NOT)
+    held, timed = (on_cpu(what, SMALL, OURS_AND_UPSTREAM[:3]) for what in KINDS)
     return list(dict.fromkeys([*lengths, *modes, *held, *timed]))
 
 
 def peers_set() -> list[Cell]:
-    """Other projects beside upstream and ours, on the CPU, at the size that people use."""
-    kinds: tuple[What, ...] = ("memory", "speed")
-    return [
-        cell
-        for what in kinds
-        for cell in grid(
-            what,
-            BASES[1:],
-            (*OURS_AND_UPSTREAM[:3], *OTHERS),
-            ("cpu",),
-            ("float32",),
-            (1,),
-            (512,),
-            ("infer", "train"),
-        )
-    ]
+    """Other projects beside upstream and ours, and the speed of old releases and lines in small models."""
+    held, timed = (on_cpu(what, BASES[1:], (*OURS_AND_UPSTREAM[:3], *OTHERS)) for what in KINDS)
+    return [*held, *timed, *on_cpu("speed", SMALL, IN_PLACE_AND_NOT)]
+
+
+def on_cpu(what: What, models: tuple[str, ...], impls: tuple[str, ...]) -> list[Cell]:
+    """Steps over 512 tokens."""
+    return grid(what, models, impls, ("cpu",), ("float32",), (1,), (512,), ("infer", "train"))
 
 
 def scaling_set() -> list[Cell]:
@@ -230,10 +219,9 @@ def fit_set() -> list[Cell]:
 
 def cuda_set() -> list[Cell]:
     """What a GPU is to measure; eight shards take minutes each."""
-    kinds: tuple[What, ...] = ("memory", "speed")
     return [
         cell
-        for what in kinds
+        for what in KINDS
         for cell in grid(
             what,
             ("deberta-base", "deberta-v3-base", "esm2_t33_650M_UR50D"),
