@@ -1,7 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# Modules are compiled when they are imported, which few are.
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-slow compat compat-test faults parity bench bench-peers bench-scaling bench-fit bench-report bench-attention bench-packing lint types nano clean
 

@@ -20,7 +20,7 @@ def environment(home: Path, packages: tuple[str, ...], *, with_project: bool = F
     python, done = home / "bin" / "python", home / "complete"
     if not done.exists():
         venv.create(home, with_pip=True, clear=True)
-        # Modules are compiled when they are imported, which few are.
+        # Few modules are imported, in few processes; those are compiled then.
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         subprocess.run([*pip, pinned("torch"), pinned("numpy"), *packages], check=True)
         if with_project:
