@@ -300,7 +300,7 @@ def measure(cells: list[Cell], results: Results, runner: Runner, repeats: int) -
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as maker:
         # Environments are made meanwhile; where one cannot be, its cells say so.
-        for cell in cells:
+        for cell in {packages_of(cell): cell for cell in cells}.values():
             maker.submit(interpreter, cell, runner.peers)
         for done in [pool.submit(run, part) for part in together(cells)]:
             done.result()
@@ -329,19 +329,21 @@ def turns(group: Sequence[Cell], runner: Runner, repeats: int) -> list[Row]:
 
     Each has a process, which waits while another has its turn.
     """
+    rows: list[Row] = [{} for _ in group]
     seconds: list[list[float]] = [[] for _ in group]
     with ExitStack() as stack:
-        children: list[Child | Row] = []
-        for cell in group:
+        children: dict[int, Child] = {}
+        for index, cell in enumerate(group):
             try:
-                children.append(stack.enter_context(runner.start([cell])))
+                children[index] = stack.enter_context(runner.start([cell]))
             except NotReady as error:
-                children.append({"reason": str(error)})
+                rows[index] = {"reason": str(error)}
         # They get ready side by side, and none is timed before all are.
-        rows = [child.row() if isinstance(child, Child) else child for child in children]
+        for index, child in children.items():
+            rows[index] = child.row()
         for _ in range(repeats):
-            for index, child in enumerate(children):
-                if not isinstance(child, Child) or "reason" in rows[index]:
+            for index, child in children.items():
+                if "reason" in rows[index]:
                     continue
                 found = child.turn()
                 rows[index] = found if "reason" in found else rows[index] | found
