@@ -28,7 +28,7 @@ IN_PLACE_AND_NOT = (
     "outplace-eager",
     "outplace-in-place",
 )
-OTHERS = ("fair-esm", "flashdeberta", "disentangled-flash", "faesm", "onnxruntime")
+OTHERS = ("fair-esm", "flashdeberta", "disentangled-flash", "faesm", "esm-cpp", "onnxruntime")
 BASES = ("deberta-base", "deberta-v3-base", "esm2_t12_35M_UR50D")
 SMALL = ("deberta-v3-xsmall", "esm2_t6_8M_UR50D")
 

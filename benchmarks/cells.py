@@ -27,6 +27,7 @@ IMPLEMENTATIONS = (
     "flashdeberta",
     "disentangled-flash",
     "faesm",
+    "esm-cpp",
     "onnxruntime",
 )
 """Library and attention path; `outplace` alone takes its "auto". "transformers-historic" is the release
@@ -87,7 +88,7 @@ def grid(
 
 def serves(impl: str, family: str) -> bool:
     """Whether an implementation has the family at all."""
-    if impl in ("transformers-sdpa", "fair-esm", "faesm"):
+    if impl in ("transformers-sdpa", "fair-esm", "faesm", "esm-cpp"):
         return family == "Esm"
     if impl in ("flashdeberta", "disentangled-flash"):
         return family == "DebertaV2"

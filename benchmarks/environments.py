@@ -16,13 +16,18 @@ def pinned(package: str) -> str:
 
 
 def environment(home: Path, packages: tuple[str, ...], *, with_project: bool = False) -> Path:
-    """The interpreter of an environment that holds the packages, made where it is not there yet."""
+    """The interpreter of an environment that holds the packages, made where it is not there yet.
+
+    torch and numpy are the project's own versions, unless the packages name others.
+    """
     python, done = home / "bin" / "python", home / "complete"
     if not done.exists():
         venv.create(home, with_pip=True, clear=True)
         # Few modules are imported, in few processes; those are compiled then.
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-        subprocess.run([*pip, pinned("torch"), pinned("numpy"), *packages], check=True)
+        named = {package.partition("==")[0] for package in packages}
+        ours = [pinned(package) for package in ("torch", "numpy") if package not in named]
+        subprocess.run([*pip, *ours, *packages], check=True)
         if with_project:
             # What the project needs comes with every transformers, in other versions with an old one.
             subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)

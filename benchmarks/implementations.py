@@ -62,7 +62,7 @@ class OnnxStates(nn.Module):
             file = Path(folder, "encoder.onnx")
             torch.onnx.export(States(encoder), kwargs={"ids": torch.ones(1, 300).long()}, f=file, **options)
             self.session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-        # What tells the others the encoder's dtype and size.
+        # What tells the harness the encoder's dtype and size.
         self.weights = nn.ParameterList(encoder.parameters())
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -70,9 +70,42 @@ class OnnxStates(nn.Module):
         return torch.from_numpy(states)
 
 
+class CppStates(nn.Module):
+    """ESM-2 in C++ for a CPU, which takes sequences one by one and cannot leave out the LM head.
+
+    Args:
+        weights: of upstream's encoder, under its names.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], layers: int, head_dim: int) -> None:
+        super().__init__()
+        import esm_cpp  # type: ignore[import-not-found]
+        from safetensors.torch import save_file
+
+        words, width = weights["embeddings.word_embeddings.weight"].shape
+        head = nn.ModuleDict({"dense": nn.Linear(width, width), "layer_norm": nn.LayerNorm(width)})
+        inv_freq = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+        needed = {f"esm.{name}": value for name, value in weights.items()}
+        needed |= {f"lm_head.{name}": value for name, value in head.state_dict().items()}
+        needed |= {"lm_head.bias": torch.zeros(words)}
+        for number in range(layers):
+            rotary = f"esm.encoder.layer.{number}.attention.self.rotary_embeddings.inv_freq"
+            needed[rotary] = inv_freq.clone()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "model.safetensors")
+            save_file(needed, file)
+            self.native = esm_cpp.Model.load_from_safetensors(str(file))
+        # What tells the harness the encoder's dtype and size.
+        self.weights = nn.ParameterList(weights.values())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        of_each = (self.native.forward_with_hidden_states(row) for row in ids.int().numpy())
+        return torch.stack([torch.from_numpy(of_layers[-1]) for _, of_layers in of_each])
+
+
 def as_states(model: nn.Module) -> nn.Module:
     """From ids to hidden states, whatever an implementation returns."""
-    return model if isinstance(model, FairStates | OnnxStates) else States(model)
+    return model if isinstance(model, FairStates | OnnxStates | CppStates) else States(model)
 
 
 class Classifier(nn.Module):
@@ -123,9 +156,22 @@ def build(cell: Cell, folder: Path | None) -> nn.Module:
     return PEERS[cell.impl](cell, folder)
 
 
+def _esm_weights(folder: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors, as the published ones are named.
+
+    Upstream writes gamma and beta for weight and bias of LayerNorm, and rotary frequencies of a layer "*".
+    """
+    from safetensors.torch import load_file
+
+    return {
+        name.replace(".gamma", ".weight").replace(".beta", ".bias"): value
+        for name, value in load_file(folder / "model.safetensors").items()
+        if "rotary" not in name
+    }
+
+
 def _fair_esm(cell: Cell, folder: Path) -> nn.Module:
     import esm  # type: ignore[import-not-found]
-    from safetensors.torch import load_file
 
     fields = MODELS[cell.model][1]
     layers = fields["num_hidden_layers"]
@@ -143,13 +189,12 @@ def _fair_esm(cell: Cell, folder: Path) -> nn.Module:
         "LayerNorm": "final_layer_norm",
     }
     renamed = {}
-    for key, value in load_file(folder / "model.safetensors").items():
-        name = key.replace(".gamma", ".weight").replace(".beta", ".bias")
+    for name, value in _esm_weights(folder).items():
         if name == "embeddings.word_embeddings.weight":
             renamed["embed_tokens.weight"] = value
         elif name.startswith("encoder.emb_layer_norm_after"):
             renamed[name.removeprefix("encoder.")] = value
-        elif name.startswith("encoder.layer.") and "rotary" not in name:
+        elif name.startswith("encoder.layer."):
             number, _, rest = name.removeprefix("encoder.layer.").partition(".")
             module, _, field = rest.rpartition(".")
             renamed[f"layers.{number}.{names[module]}.{field}"] = value
@@ -205,11 +250,22 @@ def _faesm(cell: Cell, folder: Path) -> nn.Module:
     return cast(nn.Module, FAEsmModel.from_pretrained(folder, config=config, add_pooling_layer=False))
 
 
+def _infers_outside_torch(cell: Cell) -> None:
+    if (cell.what, cell.device, cell.dtype, cell.mode) != ("speed", "cpu", "float32", "infer"):
+        raise Unavailable("it infers in float32 on a CPU, in memory that is not torch's")
+
+
+def _esm_cpp(cell: Cell, folder: Path) -> nn.Module:
+    _infers_outside_torch(cell)
+    fields = MODELS[cell.model][1]
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    return CppStates(_esm_weights(folder), fields["num_hidden_layers"], head_dim)
+
+
 def _onnxruntime(cell: Cell, folder: Path) -> nn.Module:
     import transformers
 
-    if cell.device != "cpu" or cell.mode != "infer" or cell.what == "memory":
-        raise Unavailable("it infers on a CPU, in memory that is not torch's")
+    _infers_outside_torch(cell)
     extra = {"add_pooling_layer": False} if cell.family == "Esm" else {}
     encoder = getattr(transformers, f"{cell.family}Model").from_pretrained(folder, **extra)
     return OnnxStates(encoder.eval())
@@ -220,6 +276,7 @@ PEERS: dict[str, Callable[[Cell, Path], nn.Module]] = {
     "flashdeberta": _flashdeberta,
     "disentangled-flash": _disentangled_flash,
     "faesm": _faesm,
+    "esm-cpp": _esm_cpp,
     "onnxruntime": _onnxruntime,
 }
 

@@ -15,9 +15,14 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "flashdeberta": ("flashdeberta==0.0.8", UPSTREAM),
     "disentangled-flash": ("disentangled-flash==1.1.1", UPSTREAM),
     "faesm": ("faesm==0.1.1", "transformers==4.46.3"),  # it takes what later releases no longer have
+    "esm-cpp": ("esm-cpp==0.2.1", "numpy==1.26.4", UPSTREAM),  # it refuses numpy 2
     "onnxruntime": ("onnxruntime==1.32.0", "onnx==1.23.2", "onnxscript==0.7.2", UPSTREAM),
 }
-"""What is installed beside torch and this project."""
+"""What is installed beside torch and this project.
+
+Microsoft's DeBERTa 0.1.12 and esm-efficient are not here, since they do not install: the one needs the
+package `sklearn`, which refuses to; the other's build needs torch in it, and then flash-attn.
+"""
 HISTORIC = {
     "Deberta": "transformers==4.46.3",
     "DebertaV2": "transformers==4.46.3",

@@ -38,6 +38,9 @@ and values; QLoRA is LoRA over 4-bit weights with every layer recomputed, planne
 layout of bitsandbytes. `outplace` takes the attention that its "auto" takes on that device. The floor is the
 least that the mathematics needs.
 
+Other projects are measured where they install beside this torch. Two do not: Microsoft's DeBERTa 0.1.12,
+which needs the package `sklearn`, and esm-efficient, whose build needs flash-attn.
+
 What it costs not to write in place is told in [docs/out-of-place.md](../../docs/out-of-place.md).
 """
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from outplace.benchmarks import answers, attention, bench, conditions, measure, peers, report, running
+from outplace.benchmarks import (
+    answers,
+    attention,
+    bench,
+    conditions,
+    environments,
+    measure,
+    peers,
+    report,
+    running,
+)
 from outplace.benchmarks.cells import Cell, grid, shard
 from outplace.benchmarks.conditions import EMBEDDED, LINEARS, Variant, verdict
 from outplace.benchmarks.fit import exact_batch, largest_batch
@@ -19,6 +30,7 @@ from outplace.benchmarks.floors import floor
 from outplace.benchmarks.in_place import LINES, in_place
 from outplace.benchmarks.memory import Ledger
 from outplace.benchmarks.shapes import DEBERTA, ESM, MODELS, V3, shape
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -259,6 +271,54 @@ def test_historic_releases_run_in_an_environment_of_their_family(
     ]
 
 
+def test_packages_of_an_environment_take_the_place_of_the_projects_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[list[str]] = []
+    monkeypatch.setattr(environments.venv, "create", lambda home, **options: home.mkdir())
+    monkeypatch.setattr(environments.subprocess, "run", lambda command, **options: installed.append(command))
+    for packages in (("fair-esm==2.0.0",), ("esm-cpp==0.2.1", "numpy==1.26.4")):
+        home = tmp_path / packages[0]
+        assert environments.environment(home, packages) == home / "bin" / "python"
+        assert environments.environment(home, packages), "it is there, and not made again"
+    own, other = ([each for each in command[1:] if "==" in each] for command in installed)
+    torch_and_numpy = [environments.pinned("torch"), environments.pinned("numpy")]
+    assert own == [*torch_and_numpy, "fair-esm==2.0.0"]
+    assert other == [torch_and_numpy[0], "esm-cpp==0.2.1", "numpy==1.26.4"]
+
+
+def test_esm_cpp_is_given_a_checkpoint_of_the_masked_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model:
+        """Its interface, around our model, which takes a file only if it is whole."""
+
+        def __init__(self, file: str) -> None:
+            weights = load_file(file)
+            rotary = "rotary_embeddings.inv_freq"
+            of_layers = [weights.pop(f"esm.encoder.layer.{i}.attention.self.{rotary}") for i in range(2)]
+            for frequencies in of_layers:
+                torch.testing.assert_close(frequencies, 10000.0 ** -(torch.arange(8) / 8))
+            weights[f"esm.{rotary}"] = of_layers[0]
+            weights["lm_head.decoder.weight"] = weights["esm.embeddings.word_embeddings.weight"]
+            self.model = outplace.EsmForMaskedLM(outplace.EsmConfig(**TINY["tiny-esm"][1])).eval()
+            self.model.load_state_dict(weights)
+
+        def forward_with_hidden_states(self, ids: Any) -> tuple[Any, list[Any]]:
+            output = self.model(torch.from_numpy(ids)[None].long(), output_hidden_states=True)
+            return output.logits[0].numpy(), [states[0].numpy() for states in output.hidden_states]
+
+    module = SimpleNamespace(Model=SimpleNamespace(load_from_safetensors=Model))
+    monkeypatch.setitem(sys.modules, "esm_cpp", module)
+    measure.write_checkpoint("tiny-esm", tmp_path)
+    cell = Cell("speed", "tiny-esm", "esm-cpp", batch=2, length=16)
+    found = measure.results(cell, tmp_path)
+    assert next(found)["difference"] < 1e-5
+    assert next(found)["seconds"] > 0
+    for other in ({"mode": "train"}, {"dtype": "bfloat16"}, {"what": "memory"}):
+        assert "it infers in float32 on a CPU" in figures(replace(cell, **other), tmp_path)["reason"]
+
+
 def test_a_cell_whose_outputs_differ_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure.write_checkpoint("tiny-esm", tmp_path)
     cell = Cell("speed", "tiny-esm", "outplace", "cpu", batch=1, length=16)
@@ -320,9 +380,9 @@ def test_shards_are_all_cells_once_and_keep_sizes_together() -> None:
 
 
 def test_implementations_are_given_only_their_families() -> None:
-    impls = ("fair-esm", "flashdeberta", "outplace-blockwise", "outplace")
+    impls = ("fair-esm", "flashdeberta", "esm-cpp", "outplace-blockwise", "outplace")
     cells = grid("speed", TINY, impls, ("cpu",), ("float32",), (1,), (8,), ("infer",))
-    assert [cell.impl for cell in cells if cell.family == "Esm"] == ["fair-esm", "outplace"]
+    assert [cell.impl for cell in cells if cell.family == "Esm"] == ["fair-esm", "esm-cpp", "outplace"]
 
 
 def children(monkeypatch: pytest.MonkeyPatch, script: str) -> running.Runner:
