@@ -112,7 +112,8 @@ def environments(found: list[dict[str, Any]]) -> str:
             versions = ", ".join(f"{name} {value}" for name, value in values["versions"].items() if value)
             device = values["device"] or f"{values['cores']} cores, {values['threads']} threads, no GPU"
             commit = f"commit `{(values['commit'] or 'unknown')[:12]}`"
-            lines.append(f"- {rows[number]} cells: {values['date']}, {commit}, {versions}; {device}.")
+            if rows[number]:
+                lines.append(f"- {rows[number]} cells: {values['date']}, {commit}, {versions}; {device}.")
     return "\n".join(["Measured:\n", *lines, ""])
 
 

@@ -605,14 +605,17 @@ def test_a_report_has_tables_and_plots(tmp_path: Path) -> None:
     for path in (page, front):
         path.write_text(f"Before.\n\n{begin}\nold\n{end}\n\nAfter.\n")
     rows = [{**each, "environment": 0} for each in rows]
-    report.write([{"environments": [running.environment()], "rows": rows}], tmp_path, page, front)
+    here = running.environment()
+    gone = here | {"date": "2026-01-01"}
+    report.write([{"environments": [here, gone], "rows": rows}], tmp_path, page, front)
     assert "| tiny-esm | train | 1 × 512 | " in front.read_text()
     assert "| tiny-esm | infer | 1 × 128 | 1.00 | 1.00 | 1.00 |" in front.read_text()
     assert page.read_text().startswith(f"Before.\n\n{begin}\n\nMemory, planned")
     assert page.read_text().endswith(f"{end}\n\nAfter.\n")
     assert "old" not in page.read_text()
     text = (tmp_path / "README.md").read_text()
-    assert f"- 10 cells: {running.environment()['date']}, commit `" in text
+    assert f"- 10 cells: {here['date']}, commit `" in text
+    assert gone["date"] not in text, "all that was measured there has been measured anew"
     assert running.NOT_MEASURED in text, "no GPU has been asked"
     assert "| tiny-esm | infer | 1 × 128 | outplace | sdpa | 1.00 | 1.00 to 1.00 | 2.0 |" in text
     assert (tmp_path / "memory-tiny-esm-train-plan-float32-1.svg").exists()
