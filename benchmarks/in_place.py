@@ -79,26 +79,26 @@ LINES = (
         ("Esm",),
         EsmEmbeddings,
         "forward",
-        "embeddings = token_dropout(embeddings, is_mask, real, sequences)",
+        "embeddings = token_dropout(embeddings, is_mask, attention_mask, sequences)",
         "embeddings = token_dropout("
         "embeddings if is_mask is None else embeddings.masked_fill_(is_mask.unsqueeze(-1), 0.0), "
-        "is_mask, real, sequences)",
+        "is_mask, attention_mask, sequences)",
     ),
     Line(
         "embeddings += position_embeddings",
         ("Esm",),
         EsmEmbeddings,
         "forward",
-        "embeddings = embeddings + self.position_embeddings(position_ids)",
-        "embeddings += self.position_embeddings(position_ids)",
+        "embeddings = embeddings + position_embeddings(position_ids)",
+        "embeddings += position_embeddings(position_ids)",
     ),
     Line(
         "hidden_states += input_tensor",
         ("Esm",),
         Residual,
         "add",
-        "return self.dropout(x) + residual",
-        "return self.dropout(x).add_(residual)",
+        "return drop(self.dropout, x) + residual",
+        "return drop(self.dropout, x).add_(residual)",
     ),
 )
 

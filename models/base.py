@@ -56,9 +56,14 @@ class PretrainedModel(nn.Module):
         initialize(self, self.config.initializer_range, only=own)
         self.tie_weights()
 
+    @property
+    def settings(self) -> Any:
+        """What forward passes read of the configuration; `outplace.transformers` reads upstream's."""
+        return self.config
+
     def option(self, name: str, given: bool | None) -> bool:
         """An argument of a forward pass, or the configuration's where none is given."""
-        return bool(getattr(self.config, name) if given is None else given)
+        return bool(getattr(self.settings, name) if given is None else given)
 
     def attention_plan(self, batch: int, length: int, output_attentions: bool | None = None) -> AttentionPlan:
         """Which attention a forward pass over `batch` sequences of `length` tokens would take here and now.
@@ -70,7 +75,7 @@ class PretrainedModel(nn.Module):
             ValueError: `config.attn_implementation` names a path that cannot do it.
         """
         wanted = self.option("output_attentions", output_attentions)
-        return choose(self.config, batch, length, self.device, wanted, self.dtype)
+        return choose(self.settings, batch, length, self.device, wanted, self.dtype)
 
     def returned(self, output: Output, return_dict: bool | None) -> Output | tuple[Any, ...]:
         """The output as the caller, or else the configuration, wants it."""
@@ -105,7 +110,7 @@ class PretrainedModel(nn.Module):
             ValueError: a malformed input or mask, or `pack` is True where something stands against it.
         """
         batch, length, device = resolve_input(input_ids, inputs_embeds)
-        pack, needs = self.config.pack if pack is None else pack, needs or Needs()
+        pack, needs = self.settings.pack if pack is None else pack, needs or Needs()
         mask = self.resolve_mask(input_ids, masks.as_bool(attention_mask, batch, length))
         if cu_seqlens is not None:
             return self._given_row(Sequences.of(cu_seqlens, batch, length), input_ids, mask, position_ids)
@@ -138,8 +143,13 @@ class PretrainedModel(nn.Module):
         return replace(packed, mask=mask, position_ids=packed.row(position_ids))
 
     def may_pack(self, device: torch.device) -> bool:
-        """Whether "auto" packs with this configuration on this device."""
-        return self.config.attn_implementation != "eager" and device.type == "cpu"
+        """Return True if "auto" packs with this configuration on this device."""
+        spelt_out = self.settings.attn_implementation == "eager"
+        return not spelt_out and (device.type == "cpu" or self.packs_on(device))
+
+    def packs_on(self, device: torch.device) -> bool:
+        """Return True if a kernel takes packed sequences on this device, which is no CPU."""
+        return False
 
     def _given_row(
         self, sequences: Sequences, input_ids: Tensor | None, mask: Tensor | None, position_ids: Tensor | None
@@ -186,9 +196,7 @@ class PretrainedModel(nn.Module):
         Raises:
             ValueError: an absolute position table has fewer rows than that.
         """
-        if sequences is not None:
-            return sequences.positions()
-        return torch.arange(length, device=device).unsqueeze(0)
+        return counted(length, device, sequences)
 
     # Loading and saving
 
@@ -537,6 +545,13 @@ def initialize(model: nn.Module, std: float, only: set[str] | None = None) -> No
                 parameter.fill_(1.0)
             else:
                 parameter.zero_()
+
+
+def counted(length: int, device: torch.device, sequences: Sequences | None) -> Tensor:
+    """Return positions counted from 0, [1, length], or in each sequence of a row, [1, total]."""
+    if sequences is not None:
+        return sequences.positions()
+    return torch.arange(length, device=device).unsqueeze(0)
 
 
 def resolve_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int, torch.device]:

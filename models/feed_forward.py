@@ -56,8 +56,9 @@ def in_parts(inner: Inner, outer: Outer, x: Tensor, residual: Tensor) -> Tensor:
     if not torch.is_grad_enabled() and not outer.training:  # type: ignore[attr-defined]
         parts = zip(_split(x.flatten(0, 1)), _split(residual.flatten(0, 1)), strict=True)
         return _joined([outer(inner(part), to) for part, to in parts]).view(batch, length, -1)
-    are_plain = all(type(half.dense) is nn.Linear for half in (inner, outer))
-    if not are_plain or torch.is_autocast_enabled(x.device.type):
+    are_plain = all(type(getattr(half, "dense", None)) is nn.Linear for half in (inner, outer))
+    are_ours = hasattr(inner, "activation") and hasattr(outer, "add")
+    if not (are_plain and are_ours) or torch.is_autocast_enabled(x.device.type):
         return outer(inner(x), residual)
     parameters = inner.dense.weight, inner.dense.bias, outer.dense.weight, outer.dense.bias
     return outer.add(feed_forward(x, *parameters, inner.activation), residual)

@@ -102,6 +102,24 @@ class LayerStack(nn.ModuleList):
         return found if found is not None and found.attention_only is attention_only else None
 
 
+def of_layers(layers: nn.ModuleList) -> Checkpointing | None:
+    """Return how whole layers are recomputed now, if they are; a list that is not ours recomputes nothing."""
+    return layers.of_layers if isinstance(layers, LayerStack) else None
+
+
+def of_attention(layers: nn.ModuleList) -> Checkpointing | None:
+    """Return how attention by itself is recomputed now, if it is."""
+    return layers.of_attention if isinstance(layers, LayerStack) else None
+
+
+def with_weights(output: Tensor | tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's states and attention weights; a layer may return states alone."""
+    if isinstance(output, tuple):
+        assert output[0] is not None
+        return output[0], output[1] if len(output) > 1 else None
+    return output, None
+
+
 def check_length(length: int, limit: int, what: str) -> None:
     """Refuse a sequence that an absolute position table has no row for.
 

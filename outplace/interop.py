@@ -38,6 +38,9 @@ def from_transformers(model: nn.Module) -> PretrainedModel:
     with torch.device("meta"):
         ours = cls(config, **options)
     _adopt(ours, model, "")
+    rotary: Any = getattr(ours.base_model, "rotary_embeddings", None)
+    if rotary is not None and rotary.inv_freq.is_meta:  # In transformers 4 each layer has the same ones.
+        rotary.inv_freq = source.base_model.encoder.layer[0].attention.self.rotary_embeddings.inv_freq
     left = [key for key, tensor in ours.state_dict().items() if tensor.is_meta]
     if left:
         raise ValueError(f"{name} of transformers has no parameters for {', '.join(left)}")

@@ -587,7 +587,7 @@ MUTATIONS = [
     (
         "esm.modeling",
         "EsmEmbeddings.forward",
-        "embeddings = token_dropout(embeddings, is_mask, real, sequences)",
+        "embeddings = token_dropout(embeddings, is_mask, attention_mask, sequences)",
         "mask = (input_ids == self.mask_token_id).unsqueeze(-1)",
         "embeddings.masked_fill_(mask, 0.0)",
         ("EsmModel",),
@@ -595,15 +595,15 @@ MUTATIONS = [
     (
         "esm.modeling",
         "EsmEmbeddings.forward",
-        "embeddings = embeddings + self.position_embeddings(position_ids)",
-        "position_embeddings = self.position_embeddings(position_ids)",
-        "embeddings += position_embeddings",
+        "embeddings = embeddings + position_embeddings(position_ids)",
+        "positions = position_embeddings(position_ids)",
+        "embeddings += positions",
         ("EsmModel",),
     ),
     (
         "esm.modeling",
         "Residual.add",
-        "return self.dropout(x) + residual  # type: ignore[no-any-return]",
+        "return drop(self.dropout, x) + residual",
         "hidden_states = self.dropout(x)",
         "hidden_states += residual",
         ("EsmModel",),

@@ -10,10 +10,10 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from outplace.models.attention.dropout import Dropout, kept_by_seed
+from outplace.models.attention.dropout import drop, kept_by_seed
 from outplace.models.feed_forward import TOKENS, feed_forward
 from outplace.models.layers import ACTIVATIONS
-from torch import Tensor
+from torch import Tensor, nn
 
 import outplace
 
@@ -82,7 +82,7 @@ def test_it_keeps_its_input_and_of_few_tokens_the_inner_states(tokens: int, expe
 def test_dropout_drops_its_share_and_the_same_in_backward(p: float) -> None:
     torch.manual_seed(0)
     x = torch.ones(400, 500, dtype=torch.float64, requires_grad=True)
-    dropped = Dropout(p)(x)
+    dropped = drop(nn.Dropout(p), x)
     dropped.sum().backward()
     assert torch.equal(dropped, x.grad)
     share = dropped.count_nonzero().item() / x.numel()
@@ -92,19 +92,19 @@ def test_dropout_drops_its_share_and_the_same_in_backward(p: float) -> None:
 
 def test_dropout_is_new_each_time_and_the_same_for_a_seed() -> None:
     x = torch.ones(1000)
-    dropout = Dropout(0.5)
+    dropout = nn.Dropout(0.5)
     torch.manual_seed(1)
-    first, second = dropout(x), dropout(x)
+    first, second = drop(dropout, x), drop(dropout, x)
     torch.manual_seed(1)
-    assert torch.equal(dropout(x), first)
+    assert torch.equal(drop(dropout, x), first)
     assert not torch.equal(first, second)
-    assert torch.equal(dropout.eval()(x), x)
+    assert torch.equal(drop(dropout.eval(), x), x)
 
 
 def projected_twice(x: Tensor, *weights: Tensor, by_seed: bool = True) -> tuple[Tensor, Any]:
     """A sum over two projections of x after dropout, and what tells whether that is alive."""
     torch.manual_seed(0)
-    dropped = Dropout(0.3)(x)
+    dropped = drop(nn.Dropout(0.3), x)
     with kept_by_seed(dropped, x) if by_seed else nullcontext():
         total = sum((F.linear(dropped.unsqueeze(0), weight).square().sum() for weight in weights), x.sum())
     return total, weakref.ref(dropped.untyped_storage())
@@ -133,8 +133,10 @@ def test_dropped_position_tables_are_not_kept_by_layers(family: str) -> None:
     model = tiny.model(f"{family}Model", hidden_dropout_prob=0.1).train()
     alive = []
     for layer in model.encoder.layer:
-        layer.attention.self.pos_dropout.register_forward_hook(
-            lambda module, inputs, output: alive.append(weakref.ref(output.untyped_storage()))
+        attention = layer.attention.self
+        project = attention.pos_proj if family == "Deberta" else attention.pos_key_proj
+        project.register_forward_pre_hook(
+            lambda module, inputs: alive.append(weakref.ref(inputs[0].untyped_storage()))
         )
     output = model(tiny.ids(2, 9)).last_hidden_state
     assert len(alive) == len(model.encoder.layer)

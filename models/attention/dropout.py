@@ -74,19 +74,21 @@ def _int32(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-class Dropout(nn.Dropout):
-    """Dropout that on a CPU keeps a seed for backward, where torch keeps a mask as large as its input.
+def drop(dropout: nn.Module, x: Tensor) -> Tensor:
+    """Return `dropout(x)`. On a CPU, keep a seed for the backward pass instead of torch's mask.
 
-    On other devices torch's mask has a byte an entry, and is drawn in one kernel.
+    Torch's mask is as large as `x` on a CPU; elsewhere it has a byte an entry and is drawn in one kernel.
+    A module that is not torch's `Dropout`, or that has hooks, is called as it is.
     """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not 0 < self.p < 1:
-            return F.dropout(x, self.p, self.training)
-        if x.device.type != "cpu" or not runs_plainly(x.device):
-            return F.dropout(x, self.p)
-        dropped: Tensor = DrawnAgain.apply(x, self.p, draw_seed())
-        return dropped
+    if type(dropout) is not nn.Dropout or dropout._forward_hooks or dropout._forward_pre_hooks:
+        return dropout(x)  # type: ignore[no-any-return]
+    p = dropout.p
+    if not dropout.training or not 0 < p < 1:
+        return F.dropout(x, p, dropout.training)
+    if x.device.type != "cpu" or not runs_plainly(x.device):
+        return F.dropout(x, p)
+    dropped: Tensor = DrawnAgain.apply(x, p, draw_seed())
+    return dropped
 
 
 class DrawnAgain(torch.autograd.Function):
@@ -108,7 +110,7 @@ class DrawnAgain(torch.autograd.Function):
 
 @contextmanager
 def kept_by_seed(dropped: Tensor, source: Tensor) -> Iterator[None]:
-    """Where backward would keep `dropped`, it keeps `source`, of which `Dropout` made it, and draws again.
+    """Where backward would keep `dropped`, it keeps `source`, of which `drop` made it, and draws again.
 
     For a source that others keep too. Without a gradient, or where torch's own dropout was taken, nothing
     changes.

@@ -6,7 +6,7 @@ R rows of the relative position table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,24 @@ from torch import Tensor, nn
 
 from ..attention import disentangled, masks, runs_plainly
 from ..attention.blockwise import blockwise_attention
-from ..attention.dropout import Dropout, kept_by_seed
+from ..attention.dropout import drop, kept_by_seed
 from ..attention.fused import missing, triton_attention
 from ..attention.plan import AttentionPlan, Path, choose
 from ..attention.slots import SlotTable
-from ..base import PretrainedModel
+from ..base import PretrainedModel, counted
 from ..config import Pack
 from ..feed_forward import in_parts
-from ..layers import ACTIVATIONS, Checkpointing, LayerStack, check_length, run
+from ..layers import (
+    ACTIVATIONS,
+    Checkpointing,
+    check_length,
+    of_attention,
+    of_layers,
+    run,
+    with_weights,
+)
 from ..outputs import BaseModelOutput
-from ..packing import Layout, Sequences, split_runs
+from ..packing import Layout, Needs, Sequences, split_runs
 from .config import DisentangledConfig
 
 KEPT_BYTES = 64 << 20
@@ -53,15 +61,15 @@ class Embeddings(nn.Module):
             nn.Linear(width, config.hidden_size, bias=False) if width != config.hidden_size else None
         )
         self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
         self,
-        input_ids: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        mask: Tensor | None,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """[B, L] ids or [B, L, embedding_size] vectors to [B, L, E]. `mask` [B, L] is False on padding."""
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -77,7 +85,7 @@ class Embeddings(nn.Module):
         embeddings = self.LayerNorm(embeddings)
         if mask is not None:
             embeddings = embeddings * mask.unsqueeze(-1).to(embeddings.dtype)
-        return self.dropout(embeddings)  # type: ignore[no-any-return]
+        return drop(self.dropout, embeddings)
 
     def positions(self, length: int, position_ids: Tensor | None, device: torch.device) -> Tensor:
         """Rows of the absolute position table, [1 or B, L, embedding_size].
@@ -215,11 +223,14 @@ class SelfAttention(nn.Module):
     """What the disentangled self-attention of both generations does with the relative position table."""
 
     kept: KeptPositions | None = None
-    pos_dropout: Dropout
+    pos_dropout: nn.Module
 
     def project_positions(self, table: Tensor) -> Tables:
         """A relative position table [R, E] projected."""
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"kept": None}
 
     def positions(self, rel_embeddings: Tensor | None, context: AttentionContext) -> Tables:
         """The projected rows in use, computed or kept."""
@@ -235,7 +246,7 @@ class SelfAttention(nn.Module):
 
     def _dropped(self, rel_embeddings: Tensor) -> Tables:
         """The relative position table [R, E], after dropout, projected."""
-        table = self.pos_dropout(rel_embeddings)
+        table = drop(self.pos_dropout, rel_embeddings)
         if not runs_plainly(table.device):
             return self.project_positions(table)
         with kept_by_seed(table, rel_embeddings):
@@ -249,10 +260,11 @@ class SelfOutput(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, context: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(context)) + residual)  # type: ignore[no-any-return]
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        attended = drop(self.dropout, self.dense(hidden_states))
+        return self.LayerNorm(attended + input_tensor)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
@@ -295,14 +307,14 @@ class Output(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
         self.LayerNorm = norm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, intermediate: Tensor, residual: Tensor) -> Tensor:
-        return self.add(self.dense(intermediate), residual)
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        return self.add(self.dense(hidden_states), input_tensor)
 
     def add(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
         """What comes after the projection."""
-        return self.LayerNorm(self.dropout(hidden_states) + residual)  # type: ignore[no-any-return]
+        return self.LayerNorm(drop(self.dropout, hidden_states) + residual)  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -331,7 +343,7 @@ class Layer(nn.Module):
         Returns:
             [B, L, E], and the attention weights [B, H, L, L] where the context asks for them.
         """
-        attended, weights = self.attention(hidden_states, rel_embeddings, query_states, context)
+        attended, weights = self.attention(hidden_states, rel_embeddings, query_states, context=context)
         return self.feed_forward(attended), weights
 
     def feed_forward(self, attended: Tensor) -> Tensor:
@@ -352,9 +364,10 @@ Plans = AttentionPlan | list[AttentionPlan]
 class Encoder(nn.Module):
     """The layers over one relative position table. A generation says how distances become slots."""
 
-    layer: LayerStack
-
+    layer: nn.ModuleList
     rel_embeddings: nn.Embedding | None
+    LayerNorm: nn.Module | None
+    """Normalises the relative position table. Upstream lacks both attributes where they are unused."""
     span: int
     """Half the rows of the relative position table."""
     keep_positions: bool
@@ -362,31 +375,36 @@ class Encoder(nn.Module):
     kept_table: Tensor | None = None
     """The relative position table that they are of."""
 
-    def may_keep_positions(self, config: DisentangledConfig) -> bool:
-        """Whether the projected tables of all layers, in float32, are within `KEPT_BYTES`."""
-        rows = 2 * self.span * config.num_hidden_layers * len(config.position_terms)
-        return rows * config.hidden_size * 4 <= KEPT_BYTES
+    def keeps_by_default(self, width: int, terms: int) -> bool:
+        """Return True if caching every layer's projected position tables in float32 fits in `KEPT_BYTES`."""
+        return 2 * self.span * len(self.layer) * terms * width * 4 <= KEPT_BYTES
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"kept_table": None}
 
     def slots(self, length: int, device: torch.device) -> SlotTable | None:
         """Row of the relative position table for each distance; None without relative attention."""
-        if self.rel_embeddings is None:
+        table = getattr(self, "rel_embeddings", None)
+        if table is None:
             return None
         slots = self.slots_of(torch.arange(1 - length, length, device=device))
-        return SlotTable.of(slots, self.rel_embeddings.num_embeddings, narrow=runs_plainly(device))
+        return SlotTable.of(slots, 2 * self.span, narrow=runs_plainly(device))
 
     def slots_of(self, distance: Tensor) -> Tensor:
         """Row of the relative position table for each distance, ascending with it, of the same shape."""
         raise NotImplementedError
 
     def relative_embeddings(self, slots: SlotTable | None) -> Tensor | None:
-        """The rows of the relative position table that are in use, [R, E].
+        """Return the rows of the relative position table in use, normalised where the model does so, [R, E].
 
         Looked up by calling the embedding, for tools that bring parameters when a module is called.
         """
         if slots is None or self.rel_embeddings is None:
             return None
         rows = torch.arange(slots.first, slots.first + slots.rows, device=slots.by_distance.device)
-        return self.rel_embeddings(rows)  # type: ignore[no-any-return]
+        table: Tensor = self.rel_embeddings(rows)
+        norm = getattr(self, "LayerNorm", None)
+        return table if norm is None else norm(table)
 
     def after_first_layer(
         self, inputs: Tensor, outputs: Tensor, mask: Tensor | None, sequences: Sequences | None
@@ -418,8 +436,8 @@ class Encoder(nn.Module):
         states: tuple[Tensor, ...] = (hidden_states,)
         attentions: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layer):
-            hidden_states, weights = run(
-                self.layer.of_layers, layer, hidden_states, rel_embeddings, context=context
+            hidden_states, weights = with_weights(
+                run(of_layers(self.layer), layer, hidden_states, rel_embeddings, context=context)
             )
             if index == 0:
                 hidden_states = self.after_first_layer(
@@ -443,9 +461,9 @@ class Encoder(nn.Module):
         # Whether attention is over all pairs of a row, of which a mask takes those of one sequence.
         whole = isinstance(plans, AttentionPlan) and plans.path != "triton"
         slots = self.slots(length if whole or sequences is None else sequences.longest, device)
-        keep = self.keep_positions and not (self.training or torch.is_grad_enabled())
-        keep = keep and slots is not None and runs_plainly(device)
-        checkpointing = self.layer.of_attention
+        keep = slots is not None and not (self.training or torch.is_grad_enabled())
+        keep = keep and runs_plainly(device) and self.keep_positions
+        checkpointing = of_attention(self.layer)
         if isinstance(plans, AttentionPlan):
             seen = sequences.pairs(mask) if whole and sequences is not None else mask
             bounds = None if whole or sequences is None else sequences.cu_seqlens
@@ -491,13 +509,15 @@ class Encoder(nn.Module):
         rel_embeddings, context = self.shared(hidden_states, mask, plans, False, sequences)
         query_states = hidden_states + positions
         for _ in range(2):
-            query_states, _ = run(
-                self.layer.of_layers,
-                self.layer[-1],
-                hidden_states,
-                rel_embeddings,
-                query_states,
-                context=context,
+            query_states, _ = with_weights(
+                run(
+                    of_layers(self.layer),
+                    self.layer[-1],
+                    hidden_states,
+                    rel_embeddings,
+                    query_states,
+                    context=context,
+                )
             )
         return query_states
 
@@ -507,14 +527,12 @@ class DisentangledModel(PretrainedModel):
 
     config: DisentangledConfig
 
-    def may_pack(self, device: torch.device) -> bool:
-        if super().may_pack(device):
-            return True
-        asked = (
-            self.config.attn_implementation in ("auto", "triton")
-            and "triton" not in self.config.refused_attention()
+    def packs_on(self, device: torch.device) -> bool:
+        settings = self.settings
+        asked = settings.attn_implementation in ("auto", "triton") and (
+            "triton" not in settings.refused_attention()
         )
-        return device.type == "cuda" and asked and missing(self.config.head_dim, self.dtype, device) is None
+        return device.type == "cuda" and asked and missing(settings.head_dim, self.dtype, device) is None
 
     def default_positions(
         self,
@@ -523,9 +541,13 @@ class DisentangledModel(PretrainedModel):
         device: torch.device,
         sequences: Sequences | None = None,
     ) -> Tensor:
-        if self.config.position_biased_input:
-            check_length(length, self.config.max_position_embeddings, "the absolute position table")
-        return super().default_positions(input_ids, length, device, sequences)
+        if self.reads_positions():
+            check_length(length, self.settings.max_position_embeddings, "the absolute position table")
+        return counted(length, device, sequences)
+
+    def reads_positions(self) -> bool:
+        """Whether a forward pass looks positions up in the absolute position table."""
+        return bool(self.settings.position_biased_input)
 
     def keep_positions(self, keep: bool = True) -> None:
         """Whether inference keeps each layer's projected position tables from one pass to the next.
@@ -533,17 +555,18 @@ class DisentangledModel(PretrainedModel):
         They depend on the weights alone, and change with them however they are written to. It saves their
         projection and costs `kept_position_bytes`; unless told, they are kept where that is 64 MiB or less.
         """
-        for module in self.modules():
-            if isinstance(module, Encoder):
+        modules: Iterator[Any] = self.modules()
+        for module in modules:
+            if hasattr(module, "kept_table"):
                 module.keep_positions = keep
-            if not keep and isinstance(module, SelfAttention):
+            if not keep and hasattr(module, "kept"):
                 module.kept = None
 
     @property
     def kept_position_bytes(self) -> int:
         """What the projected position tables that are kept now take."""
-        attentions = (module for module in self.modules() if isinstance(module, SelfAttention))
-        return sum(attention.kept.bytes for attention in attentions if attention.kept is not None)
+        kept = (getattr(module, "kept", None) for module in self.modules())
+        return sum(tables.bytes for tables in kept if isinstance(tables, KeptPositions))
 
 
 class Backbone(DisentangledModel):
@@ -589,25 +612,8 @@ class Backbone(DisentangledModel):
         """
         output_attentions = self.option("output_attentions", output_attentions)
         output_hidden_states = self.option("output_hidden_states", output_hidden_states)
-        layout = self.layout(
-            input_ids, attention_mask, position_ids, inputs_embeds, cu_seqlens, pack, output_attentions
-        )
-        embeddings = self.embeddings(
-            layout.row(input_ids),
-            layout.row(token_type_ids),
-            layout.position_ids,
-            layout.row(inputs_embeds),
-            masks.token_mask(layout.mask),
-        )
-        states, attentions = self.encoder(
-            embeddings,
-            layout.mask,
-            self.plans(layout, embeddings, output_attentions),
-            output_attentions,
-            output_hidden_states,
-            layout.sequences,
-        )
-        states = tuple(map(layout.padded, states))
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        states, attentions = self.run(*inputs, output_attentions, output_hidden_states, cu_seqlens, pack)
         output = BaseModelOutput(
             last_hidden_state=states[-1],
             hidden_states=states if output_hidden_states else None,
@@ -615,14 +621,62 @@ class Backbone(DisentangledModel):
         )
         return self.returned(output, return_dict)
 
+    def run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        output_attentions: bool,
+        output_hidden_states: bool,
+        cu_seqlens: Tensor | None,
+        pack: Pack | None,
+        needs: Needs | None = None,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the states and attention weights of `Encoder.forward`, laid out as the caller's input."""
+        layout = self.layout(
+            input_ids, attention_mask, position_ids, inputs_embeds, cu_seqlens, pack, output_attentions, needs
+        )
+        embeddings = self.embeddings(
+            layout.row(input_ids),
+            layout.row(token_type_ids),
+            layout.position_ids,
+            masks.token_mask(layout.mask),
+            layout.row(inputs_embeds),
+        )
+        states, attentions = self.run_encoder(
+            embeddings,
+            layout.mask,
+            self.plans(layout, embeddings, output_attentions),
+            output_attentions,
+            output_hidden_states,
+            layout.sequences,
+        )
+        return tuple(map(layout.padded, states)), attentions
+
+    def run_encoder(
+        self,
+        embeddings: Tensor,
+        mask: Tensor | None,
+        plans: Plans,
+        output_attentions: bool,
+        output_hidden_states: bool,
+        sequences: Sequences | None,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Run the encoder; arguments and results are those of `Encoder.forward`."""
+        return self.encoder(  # type: ignore[no-any-return]
+            embeddings, mask, plans, output_attentions, output_hidden_states, sequences
+        )
+
     def plans(self, layout: Layout, states: Tensor, output_attentions: bool) -> Plans:
         """Which attention is taken over states [B, L, E] that lie so."""
         batch, length, _ = states.shape
         device, sequences, dtype = states.device, layout.sequences, states.dtype
         if sequences is None or sequences.lengths is None or output_attentions or not runs_plainly(device):
             pairs = layout.mask is not None and layout.mask.ndim == 3
-            return choose(self.config, batch, length, device, output_attentions, dtype, pairs)
-        plans = [choose(self.config, *run, device, False, dtype) for run in sequences.runs()]
+            return choose(self.settings, batch, length, device, output_attentions, dtype, pairs)
+        plans = [choose(self.settings, *run, device, False, dtype) for run in sequences.runs()]
         # The kernels take sequences of any lengths at once.
         return plans[0] if plans and plans[0].path == "triton" else plans
 

@@ -9,6 +9,11 @@ from ..config import PretrainedConfig
 from ..layers import ACTIVATIONS
 
 POSITION_TERMS = ("c2p", "p2c", "p2p", "none")
+REFUSED_BY_TALKING_HEADS = dict.fromkeys(
+    ("sdpa", "blockwise", "triton"),
+    "but talking heads mix the scores of all heads, which only 'eager' forms together",
+)
+"""Values of `attn_implementation` that a model with talking heads cannot have, and why."""
 
 
 @dataclass(kw_only=True)
@@ -139,6 +144,5 @@ class DebertaConfig(DisentangledConfig):
     def refused_attention(self) -> dict[str, str]:
         refused = super().refused_attention()
         if self.talking_head:
-            why = "but talking heads mix the scores of all heads, which only 'eager' forms together"
-            refused = refused | {"sdpa": why, "blockwise": why, "triton": why}
+            refused = refused | REFUSED_BY_TALKING_HEADS
         return refused

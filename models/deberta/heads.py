@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Pack
-from ..layers import ACTIVATIONS, check_length
+from ..layers import ACTIVATIONS
 from ..losses import cross_entropy, deberta_sequence_loss, span_loss
 from ..outputs import (
     BaseModelOutput,
@@ -21,7 +21,7 @@ from ..outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from ..packing import Layout, Needs, Sequences
+from ..packing import Layout, Needs
 from .blocks import Backbone, DisentangledModel
 from .config import DisentangledConfig
 
@@ -166,16 +166,8 @@ class ForMaskedLM(WithHead):
             ties["cls.predictions.decoder.weight"] = "deberta.embeddings.word_embeddings.weight"
         return ties
 
-    def default_positions(
-        self,
-        input_ids: Tensor | None,
-        length: int,
-        device: torch.device,
-        sequences: Sequences | None = None,
-    ) -> Tensor:
-        if self.config.enhanced_mask_decoder:
-            check_length(length, self.config.max_position_embeddings, "the absolute position table")
-        return super().default_positions(input_ids, length, device, sequences)
+    def reads_positions(self) -> bool:
+        return self.config.enhanced_mask_decoder or super().reads_positions()
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.cls.predictions.decoder if self.config.legacy else None

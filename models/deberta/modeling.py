@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA
 from ..attention import disentangled
-from ..attention.dropout import Dropout
 from ..base import PretrainedModel
 from ..layers import LayerStack, at_least_float32
 from . import heads
@@ -55,12 +54,12 @@ class DisentangledSelfAttention(SelfAttention):
         self.v_bias = nn.Parameter(torch.zeros(width))
         # Upstream counts every term listed, with or without relative attention, "p2p" and "none" too.
         self.scale = math.sqrt(self.head_dim * (1 + len(config.position_terms)))
-        self.pos_proj = self.pos_q_proj = None
+        self.c2p, self.p2c = (term in config.position_terms for term in ("c2p", "p2c"))
         if config.relative_attention:
-            self.pos_dropout = Dropout(config.hidden_dropout_prob)
-            if "c2p" in config.position_terms:
+            self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
+            if self.c2p:
                 self.pos_proj = nn.Linear(width, width, bias=False)
-            if "p2c" in config.position_terms:
+            if self.p2c:
                 self.pos_q_proj = nn.Linear(width, width)
         self.head_logits_proj = self.head_weights_proj = None
         if config.talking_head:
@@ -99,9 +98,9 @@ class DisentangledSelfAttention(SelfAttention):
     def project_positions(self, table: Tensor) -> Tables:
         table = table.unsqueeze(0)
         pos_key = pos_query = None
-        if self.pos_proj is not None:
+        if self.c2p:
             pos_key = self.heads(self.pos_proj(table))[0]
-        if self.pos_q_proj is not None:
+        if self.p2c:
             pos_query = self.heads(self.pos_q_proj(table))[0] / self.scale
         return pos_key, pos_query
 
@@ -130,7 +129,7 @@ class DebertaEncoder(Encoder):
         self.rel_embeddings = (
             nn.Embedding(2 * self.span, config.hidden_size) if config.relative_attention else None
         )
-        self.keep_positions = self.may_keep_positions(config)
+        self.keep_positions = self.keeps_by_default(config.hidden_size, len(config.position_terms))
 
     def slots_of(self, distance: Tensor) -> Tensor:
         return disentangled.slots(distance, self.span)

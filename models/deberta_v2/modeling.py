@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ...weights.renames import DEBERTA_V2
 from ..attention import disentangled
-from ..attention.dropout import Dropout
-from ..attention.slots import SlotTable
+from ..attention.dropout import drop
 from ..base import PretrainedModel
 from ..deberta import heads
 from ..deberta.blocks import (
@@ -52,7 +51,7 @@ class DisentangledSelfAttention(SelfAttention):
         self.scale = math.sqrt(self.head_dim * (1 + self.c2p + self.p2c))
         self.share_att_key = config.share_att_key
         if config.relative_attention:
-            self.pos_dropout = Dropout(config.hidden_dropout_prob)
+            self.pos_dropout = nn.Dropout(config.hidden_dropout_prob)
             if self.c2p and not config.share_att_key:
                 self.pos_key_proj = nn.Linear(width, width)
             if self.p2c and not config.share_att_key:
@@ -108,7 +107,7 @@ class ConvLayer(nn.Module):
             groups=config.conv_groups,
         )
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.activation = ACTIVATIONS[config.conv_act]
 
     def forward(
@@ -124,7 +123,7 @@ class ConvLayer(nn.Module):
             convolved = sequences.apart(inputs, self.conv.kernel_size[0] // 2, self.convolve)
         if mask is not None:
             convolved = convolved.masked_fill(~mask.unsqueeze(-1), 0)
-        states: Tensor = self.LayerNorm(outputs + self.activation(self.dropout(convolved)))
+        states: Tensor = self.LayerNorm(outputs + self.activation(drop(self.dropout, convolved)))
         return states if mask is None else states * mask.unsqueeze(-1).to(states.dtype)
 
     def convolve(self, x: Tensor) -> Tensor:
@@ -153,12 +152,8 @@ class DebertaV2Encoder(Encoder):
             if config.normalizes_relative_positions
             else None
         )
-        self.keep_positions = self.may_keep_positions(config)
+        self.keep_positions = self.keeps_by_default(config.hidden_size, len(config.position_terms))
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
-
-    def relative_embeddings(self, slots: SlotTable | None) -> Tensor | None:
-        table = super().relative_embeddings(slots)
-        return table if table is None or self.LayerNorm is None else self.LayerNorm(table)
 
     def slots_of(self, distance: Tensor) -> Tensor:
         if self.position_buckets > 0:

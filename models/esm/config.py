@@ -7,6 +7,12 @@ from typing import Any, ClassVar, Literal
 
 from ..config import PretrainedConfig
 
+REFUSED = dict.fromkeys(
+    ("blockwise", "triton"),
+    "which is for relative positions, and ESM has none; torch fuses its attention under 'sdpa'",
+)
+"""Values of `attn_implementation` that ESM cannot have, and why."""
+
 
 @dataclass(kw_only=True)
 class EsmConfig(PretrainedConfig):
@@ -77,8 +83,7 @@ class EsmConfig(PretrainedConfig):
         )
 
     def refused_attention(self) -> dict[str, str]:
-        why = "which is for relative positions, and ESM has none; torch fuses its attention under 'sdpa'"
-        return super().refused_attention() | {"blockwise": why, "triton": why}
+        return super().refused_attention() | REFUSED
 
     def require_complete(self) -> None:
         """Refuse to build a model from what upstream leaves unset by default."""

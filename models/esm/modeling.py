@@ -15,12 +15,22 @@ from torch import Tensor, nn
 
 from ...weights.renames import ESM
 from ..attention import dense, masks, runs_plainly
-from ..attention.dropout import Dropout
+from ..attention.dropout import drop
 from ..attention.plan import choose
-from ..base import PretrainedModel, resolve_input
+from ..base import PretrainedModel, counted, resolve_input
 from ..config import Pack
 from ..feed_forward import in_parts
-from ..layers import ACTIVATIONS, Checkpointing, LayerStack, at_least_float32, check_length, run
+from ..layers import (
+    ACTIVATIONS,
+    Checkpointing,
+    LayerStack,
+    at_least_float32,
+    check_length,
+    of_attention,
+    of_layers,
+    run,
+    with_weights,
+)
 from ..losses import cross_entropy, esm_sequence_loss
 from ..outputs import (
     BaseModelOutputWithPooling,
@@ -90,28 +100,30 @@ class EsmEmbeddings(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor | None,
-        real: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         sequences: Sequences | None = None,
     ) -> Tensor:
-        """[B, L] ids or [B, L, E] vectors to [B, L, E]. `real` [B, L] is False on padding.
+        """[B, L] ids or [B, L, E] vectors to [B, L, E]. `attention_mask` [B, L] is False on padding.
 
         With `sequences` they are of a row, [1, total], and have `position_ids`.
         """
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if self.token_dropout:
             is_mask = None if input_ids is None else torch.as_tensor(input_ids == self.mask_token_id)
-            embeddings = token_dropout(embeddings, is_mask, real, sequences)
-        if self.position_embeddings is not None:
+            embeddings = token_dropout(embeddings, is_mask, attention_mask, sequences)
+        # Upstream has no attribute of this name under rotary positions.
+        position_embeddings = getattr(self, "position_embeddings", None)
+        if position_embeddings is not None:
             if position_ids is None:
                 position_ids = self.positions(input_ids, embeddings.shape[1], embeddings.device)
-            embeddings = embeddings + self.position_embeddings(position_ids)
+            embeddings = embeddings + position_embeddings(position_ids)
         if self.layer_norm is not None:
             embeddings = self.layer_norm(embeddings)
-        if real is not None:
-            embeddings = embeddings * real.unsqueeze(-1).to(embeddings.dtype)
+        if attention_mask is not None:
+            embeddings = embeddings * attention_mask.unsqueeze(-1).to(embeddings.dtype)
         return embeddings
 
     def positions(
@@ -170,7 +182,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [1 or B, L] to the cosine and sine of their angles, [1 or B, L, 1, D / 2] each."""
-        angles = (position_ids.unsqueeze(-1) * self.inv_freq).unsqueeze(2)
+        frequencies = self.inv_freq.to(at_least_float32(self.inv_freq.dtype))
+        angles = (position_ids.unsqueeze(-1) * frequencies).unsqueeze(2)
         return angles.cos(), angles.sin()
 
 
@@ -261,14 +274,14 @@ class Residual(nn.Module):
     def __init__(self, width: int, config: EsmConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(width, config.hidden_size)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.add(self.dense(x), residual)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """What comes after the projection."""
-        return self.dropout(x) + residual  # type: ignore[no-any-return]
+        return drop(self.dropout, x) + residual
 
 
 class EsmAttention(nn.Module):
@@ -308,9 +321,9 @@ class EsmLayer(nn.Module):
         self.intermediate = EsmIntermediate(config)
         self.output = Residual(config.intermediate_size, config)
 
-    def forward(self, hidden_states: Tensor, *, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor | None]:
         """[B, L, E] to [B, L, E], and the attention weights [B, H, L, L] where asked for."""
-        attended, weights = self.attention(hidden_states, context)
+        attended, weights = with_weights(self.attention(hidden_states, context=context))
         return in_parts(self.intermediate, self.output, self.LayerNorm(attended), attended), weights
 
 
@@ -323,15 +336,22 @@ class EsmEncoder(nn.Module):
         self.emb_layer_norm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
-        self, hidden_states: Tensor, context: AttentionContext
+        self, hidden_states: Tensor, *, context: AttentionContext, output_hidden_states: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The input of each layer and the normalised output of the last, [B, L, E] each, and the
-        attention weights of each layer, [B, H, L, L], where asked for."""
+        """Run the layers.
+
+        Returns:
+            The normalised output of the last layer, [B, L, E], after the input of each layer where all
+            states are asked for; and the attention weights of each layer, [B, H, L, L], where asked for.
+        """
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         for layer in self.layer:
-            states = (*states, hidden_states)
-            hidden_states, weights = run(self.layer.of_layers, layer, hidden_states, context=context)
+            if output_hidden_states:
+                states = (*states, hidden_states)
+            hidden_states, weights = with_weights(
+                run(of_layers(self.layer), layer, hidden_states, context=context)
+            )
             if weights is not None:
                 attentions = (*attentions, weights)
         return (*states, self.emb_layer_norm_after(hidden_states)), attentions
@@ -391,22 +411,20 @@ class EsmPreTrainedModel(PretrainedModel):
     renames = ESM
     config: EsmConfig
 
-    def may_pack(self, device: torch.device) -> bool:
-        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        return super().may_pack(device) or (
-            self.config.attn_implementation != "eager"
-            and dense.varlen_serves(device, self.dtype, self.config.head_dim, dropout)
-        )
+    def packs_on(self, device: torch.device) -> bool:
+        dropout = self.settings.attention_probs_dropout_prob if self.training else 0.0
+        return dense.varlen_serves(device, self.dtype, self.settings.head_dim, dropout)
 
     @property
     def counted_token(self) -> int | None:
-        return self.config.mask_token_id if self.config.token_dropout else None
+        return self.settings.mask_token_id if self.settings.token_dropout else None
 
     def resolve_mask(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The given mask, or else the one that the padding among the ids tells."""
-        if mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            return input_ids != self.config.pad_token_id
-        return mask
+        padding = self.settings.pad_token_id
+        return (
+            input_ids != padding if mask is None and input_ids is not None and padding is not None else mask
+        )
 
     def default_positions(
         self,
@@ -415,10 +433,10 @@ class EsmPreTrainedModel(PretrainedModel):
         device: torch.device,
         sequences: Sequences | None = None,
     ) -> Tensor:
-        if self.config.position_embedding_type == "absolute":
+        if self.settings.position_embedding_type == "absolute":
             embeddings: EsmEmbeddings = self.base_model.embeddings  # type: ignore[assignment]
             return embeddings.positions(input_ids, length, device, sequences)
-        return super().default_positions(input_ids, length, device, sequences)
+        return counted(length, device, sequences)
 
     def encode(
         self,
@@ -531,30 +549,43 @@ class EsmModel(EsmPreTrainedModel):
         """
         refuse_encoder(encoder_hidden_states, encoder_attention_mask)
         output_attentions = self.option("output_attentions", output_attentions)
-        layout = self.layout(
-            input_ids,
-            attention_mask,
-            position_ids,
-            inputs_embeds,
-            cu_seqlens,
-            pack,
-            output_attentions,
-            Needs(first=self.pooler is not None),
+        output_hidden_states = self.option("output_hidden_states", output_hidden_states)
+        inputs = input_ids, attention_mask, position_ids, inputs_embeds
+        needs = Needs(first=self.pooler is not None)
+        states, attentions, pooled = self.run(
+            *inputs, output_attentions, output_hidden_states, cu_seqlens, pack, needs
         )
-        ids, vectors = layout.row(input_ids), layout.row(inputs_embeds)
-        plan = choose(self.config, *resolve_input(ids, vectors), output_attentions)
-        states, attentions = self.run_encoder(ids, vectors, layout, output_attentions, plan.path == "eager")
-        pooled = None if self.pooler is None else self.pooler(layout.first(states[-1]))
-        if not self.option("output_hidden_states", output_hidden_states):
-            states = states[-1:]
-        states = tuple(map(layout.padded, states))
         output = BaseModelOutputWithPooling(
             last_hidden_state=states[-1],
             pooler_output=pooled,
-            hidden_states=states if self.option("output_hidden_states", output_hidden_states) else None,
+            hidden_states=states if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
         return self.returned(output, return_dict)
+
+    def run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        output_attentions: bool,
+        output_hidden_states: bool,
+        cu_seqlens: Tensor | None,
+        pack: Pack | None,
+        needs: Needs,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor | None]:
+        """Return the states and attention weights of `EsmEncoder.forward`, and the pooled first state."""
+        layout = self.layout(
+            input_ids, attention_mask, position_ids, inputs_embeds, cu_seqlens, pack, output_attentions, needs
+        )
+        ids, vectors = layout.row(input_ids), layout.row(inputs_embeds)
+        plan = choose(self.settings, *resolve_input(ids, vectors), output_attentions)
+        states, attentions = self.run_encoder(
+            ids, vectors, layout, output_attentions, output_hidden_states, plan.path == "eager"
+        )
+        pooled = None if self.pooler is None else self.pooler(layout.first(states[-1]))
+        return tuple(map(layout.padded, states)), attentions, pooled
 
     def run_encoder(
         self,
@@ -562,26 +593,39 @@ class EsmModel(EsmPreTrainedModel):
         inputs_embeds: Tensor | None,
         layout: Layout,
         output_attentions: bool,
+        output_hidden_states: bool,
         eager: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Embeddings and encoder of inputs that lie so, attention spelt out where `eager`."""
+        """Run embeddings and encoder on inputs laid out so; spell attention out where `eager`."""
         mask, position_ids, sequences = layout.mask, layout.position_ids, layout.sequences
         real = masks.token_mask(mask)
         embeddings = self.embeddings(input_ids, real, position_ids, inputs_embeds, sequences)
-        length, device = embeddings.shape[1], embeddings.device
-        rotary = None
-        if self.rotary_embeddings is not None:
-            if position_ids is None:
-                position_ids = torch.arange(length, device=device).unsqueeze(0)
-            rotary = self.rotary_embeddings(position_ids)
+        device = embeddings.device
+        if position_ids is None:
+            position_ids = counted(embeddings.shape[1], device, None)
+        rotary = self.rotary(position_ids)
         if sequences is None:
             mask = masks.key_mask(mask)
         elif output_attentions or sequences.lengths is None or not runs_plainly(device):
             mask, sequences = masks.key_mask(sequences.pairs(mask)), None
         context = AttentionContext(
-            mask, rotary, eager, output_attentions, self.encoder.layer.of_attention, sequences
+            mask, rotary, eager, output_attentions, of_attention(self.encoder.layer), sequences
         )
-        return self.encoder(embeddings, context)  # type: ignore[no-any-return]
+        return self.encode_states(embeddings, context, output_hidden_states)
+
+    def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the cosine and sine of rotary positions, or None where positions are absolute."""
+        if self.rotary_embeddings is None:
+            return None
+        return self.rotary_embeddings(position_ids=position_ids)  # type: ignore[no-any-return]
+
+    def encode_states(
+        self, embeddings: Tensor, context: AttentionContext, output_hidden_states: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Run the encoder; results are those of `EsmEncoder.forward`."""
+        return self.encoder(  # type: ignore[no-any-return]
+            embeddings, context=context, output_hidden_states=output_hidden_states
+        )
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Probability that two residues touch, from attention: ids [B, L] to [B, L - 2, L - 2].
@@ -589,7 +633,7 @@ class EsmModel(EsmPreTrainedModel):
         The same on every attention path, and for a padded sequence the same as for it alone.
         """
         layout = self.layout(tokens, attention_mask, None, None, None, False, output_attentions=True)
-        _, attentions = self.run_encoder(tokens, None, layout, output_attentions=True, eager=True)
+        _, attentions = self.run_encoder(tokens, None, layout, True, False, eager=True)
         weights = torch.stack(attentions, dim=1)  # [B, layers, H, L, L]
         real = masks.token_mask(layout.mask)
         if real is not None:
