@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 DEBERTAS = ("Deberta", "DebertaV2")
 FAMILIES = (*DEBERTAS, "Esm")
+UNDER = "outplace.transformers"
+"""The package that stands for upstream's classes on our blocks."""
 LORA_TARGETS = {
     "Deberta": ["in_proj"],
     "DebertaV2": ["query_proj", "value_proj"],
@@ -57,7 +60,10 @@ def probe(tool: str, distribution: str = "", families: tuple[str, ...] = FAMILIE
 
 def build(package: str, family: str, head: str = "ForSequenceClassification", **fields: Any) -> Any:
     """A seeded tiny model in eval mode."""
-    models = importlib.import_module(package)
+    models: Any = importlib.import_module(package)
+    if package == UNDER:
+        models.install()
+        models = importlib.import_module("transformers")
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     if family == "Esm":
         special = {"pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"}
@@ -271,7 +277,9 @@ def onnx(package: str, family: str) -> None:
 
 
 def _distributed_rank(rank: int, package: str, family: str, file: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
     model = nn.parallel.DistributedDataParallel(build(package, family).train())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -286,7 +294,7 @@ def data_parallel(package: str, family: str) -> None:
     """two steps in two processes"""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (package, family, os.path.join(folder, "store"))
-        torch.multiprocessing.start_processes(_distributed_rank, arguments, nprocs=2, start_method="fork")
+        torch.multiprocessing.start_processes(_distributed_rank, arguments, nprocs=2, start_method="spawn")
 
 
 @probe("torch.autocast", "torch")

@@ -31,6 +31,7 @@ STEPS = 3
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES = ("Deberta", "DebertaV2", "Esm")
 SHARDED = [family + head for family in FAMILIES for head in ("ForMaskedLM", "ForSequenceClassification")]
+UPSTREAM = [f"{family}ForSequenceClassification" for family in FAMILIES]
 TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
     "DebertaV2": ("DebertaV2ForMaskedLM", {}),
     "DebertaV2, shared projections": ("DebertaV2ForSequenceClassification", {"share_att_key": True}),
@@ -97,19 +98,32 @@ def assert_same_training(model: nn.Module, losses: Tensor, alone: nn.Module, exp
         torch.testing.assert_close(whole(parameters[name]), parameter, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def data_parallel(name: str, rank: int) -> None:
-    model = build(name)
-    alone, inputs = copy.deepcopy(model), batch(name)
-    replica = DistributedDataParallel(model, find_unused_parameters=False)
+def upstream(name: str) -> tuple[Any, Any]:
+    """A model of transformers on our blocks, and one as it was."""
+    import transformers
+
+    from outplace.transformers import convert
+
+    family = tiny.family(name)
+    config = getattr(transformers, f"{family}Config")(**tiny.CONFIGS[family] | NO_DROPOUT)
+    torch.manual_seed(0)
+    plain = getattr(transformers, name)(config).train()
+    return convert(copy.deepcopy(plain), quiet=True), plain
+
+
+def data_parallel(name: str, rank: int, model: Any, alone: Any, *, unused: bool = False) -> None:
+    inputs = batch(name)
+    replica = DistributedDataParallel(model, find_unused_parameters=unused)
     losses = mean_over_ranks(train(replica, part(inputs, rank)))
     assert_same_training(model, losses, alone, train(alone, inputs))
     for key, parameter in model.named_parameters():
-        assert parameter.grad is not None or not parameter.requires_grad, f"{key} has no gradient"
+        assert unused or parameter.grad is not None or not parameter.requires_grad, f"{key} has no gradient"
 
 
-def fully_sharded(name: str, rank: int, mesh: DeviceMesh, folder: Path, checkpointing: bool) -> None:
-    model = build(name)
-    alone, inputs = copy.deepcopy(model), batch(name)
+def fully_sharded(
+    name: str, rank: int, mesh: DeviceMesh, model: Any, alone: Any, *, checkpointing: bool
+) -> None:
+    inputs = batch(name)
     if checkpointing:
         model.gradient_checkpointing_enable()
     for layer in model.base_model.encoder.layer:
@@ -118,6 +132,12 @@ def fully_sharded(name: str, rank: int, mesh: DeviceMesh, folder: Path, checkpoi
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     losses = mean_over_ranks(train(model, part(inputs, rank)))
     assert_same_training(model, losses, alone, train(alone, inputs))
+
+
+def fully_sharded_and_saved(name: str, rank: int, mesh: DeviceMesh, folder: Path) -> None:
+    model = build(name)
+    recomputes = not name.endswith("ForMaskedLM")
+    fully_sharded(name, rank, mesh, model, copy.deepcopy(model), checkpointing=recomputes)
     save(model, name, folder)
 
 
@@ -157,11 +177,16 @@ def work(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     checks: dict[str, Callable[[], None]] = {}
     for name in tiny.CLASSES:
-        checks[f"DDP {name}"] = lambda name=name: data_parallel(name, rank)
+        checks[f"DDP {name}"] = lambda name=name: data_parallel(name, rank, build(name), build(name))
     for name in SHARDED:
-        masked = name.endswith("ForMaskedLM")
-        checks[f"FSDP {name}"] = lambda name=name, masked=masked: fully_sharded(
-            name, rank, mesh, folder, checkpointing=not masked
+        checks[f"FSDP {name}"] = lambda name=name: fully_sharded_and_saved(name, rank, mesh, folder)
+    for name in UPSTREAM:
+        # Upstream's head for contacts is never given a gradient.
+        checks[f"DDP of transformers, {name}"] = lambda name=name: data_parallel(
+            name, rank, *upstream(name), unused=name.startswith("Esm")
+        )
+        checks[f"FSDP of transformers, {name}"] = lambda name=name: fully_sharded(
+            name, rank, mesh, *upstream(name), checkpointing=True
         )
     for case in TENSOR_PARALLEL:
         checks[f"TP {case}"] = lambda case=case: tensor_parallel(case, mesh, folder)

@@ -52,6 +52,15 @@ def test_fully_sharded_training_is_that_of_one_process(name: str, found: list[di
     assert_no_rank_failed(found, f"FSDP {name}")
 
 
+@pytest.mark.parametrize("how", ["DDP", "FSDP"])
+@pytest.mark.parametrize("name", worker.UPSTREAM)
+def test_upstreams_class_on_our_blocks_trains_as_upstream(
+    name: str, how: str, found: list[dict[str, str]]
+) -> None:
+    """Beside the plain model of transformers in one process."""
+    assert_no_rank_failed(found, f"{how} of transformers, {name}")
+
+
 @pytest.mark.parametrize("case", worker.TENSOR_PARALLEL)
 def test_tensor_parallel_training_is_that_of_one_process(case: str, found: list[dict[str, str]]) -> None:
     assert_no_rank_failed(found, f"TP {case}")

@@ -1,6 +1,7 @@
 """A method of the Adapters library, trained through its plug-in interface with checkpointing on.
 
-Usage: PACKAGE FAMILY METHOD, where PACKAGE holds the model classes.
+Usage: PACKAGE FAMILY METHOD, where PACKAGE holds the model classes; `outplace.transformers` stands for those
+of transformers on our blocks.
 
 The library reads a class attribute of the configuration that only upstream's have, and gives a model
 with a head a signature that no forward pass with keyword-only arguments can have. Hence the two lines
@@ -16,6 +17,9 @@ import torch
 from adapters.context import ForwardContext
 
 package, family, method = sys.argv[1:]
+if package == "outplace.transformers":
+    importlib.import_module(package).install()
+    package = "transformers"
 models = importlib.import_module(package)
 Config = getattr(models, f"{family}Config")
 shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -28,6 +28,22 @@ def test_the_first_reports_fail_upstream_and_not_here(tmp_path: Path) -> None:
     assert [(x["reproduced"], x["fixed"]) for x in results] == [(True, True)] * 3
 
 
+RELEASES = ("4.57.6", "5.16.1")
+"""Of transformers, beside the one that all tests run with."""
+TESTED_WITH = ("accelerate", "bitsandbytes", "hypothesis", "peft", "pytest", "pytest-xdist")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_our_blocks_run_in_another_release_of_transformers(release: str) -> None:
+    from outplace.benchmarks.environments import environment, pinned
+
+    packages = (f"transformers=={release}", *map(pinned, TESTED_WITH))
+    python = environment(ROOT / "build" / "regressions" / packages[0], packages, with_project=True)
+    tests = ["tests/test_under_transformers.py", "-n", "auto", "-p", "no:cacheprovider"]
+    finished = subprocess.run([python, "-m", "pytest", *tests], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
 def test_the_adapters_library_takes_our_models(tmp_path: Path) -> None:
     pytest.importorskip("captum", reason="the probes state all tools' versions")
     finished = command("benchmarks.compat", "--only", "adapters", "--json", tmp_path / "found.json")
