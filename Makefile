@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow compat compat-test faults parity bench bench-peers bench-scaling bench-fit bench-report bench-attention bench-packing lint types nano clean
+.PHONY: demo test test-slow compat compat-test upstream-suite faults parity bench bench-peers bench-scaling bench-fit bench-report bench-attention bench-line bench-packing lint types nano clean
 
 demo: .venv/demo  ## the main job on the embedded checkpoint, in under two minutes
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,9 @@ compat-test: .venv/compat  ## the part of it that needs no environment of other 
 	$(BIN)/python -m pytest -n auto tests/compat
 	$(BIN)/python -m benchmarks.compat --no-envs
 
+upstream-suite: .venv/suite  ## upstream's own tests on its classes, as they are and on our blocks
+	$(BIN)/python tests/upstream_suite
+
 faults: .venv/test  ## what goes wrong with the Hub: its tests, and the table in docs/hub.md
 	$(BIN)/python tests/faults.py
 	$(BIN)/python -m pytest -n auto tests/test_hub_faults.py
@@ -33,6 +36,9 @@ parity: .venv/test  ## the table of differences from upstream
 
 bench-attention: .venv/test  ## DeBERTa-V3 in time and memory, upstream and a peer beside ours
 	$(BIN)/python benchmarks/attention.py --peers build/peers --out benchmarks/results/attention.json --page docs/attention.md
+
+bench-line: .venv/compat  ## what outplace.transformers.install() brings on a CPU: the README's first table
+	$(BIN)/python -m outplace.benchmarks.line --out benchmarks/results/line.json --page README.md
 
 bench-packing: .venv/test  ## ESM-2 over padded and uniform batches, upstream beside ours
 	$(BIN)/python benchmarks/packing.py --out benchmarks/results/packing.json --page docs/attention.md
@@ -85,6 +91,10 @@ clean:
 
 .venv/compat: .venv/test
 	$(INSTALL) --editable '.[test,compat]'
+	touch $@
+
+.venv/suite: .venv/test
+	$(INSTALL) --editable '.[test,upstream-suite]'
 	touch $@
 
 .venv/bench: .venv/test

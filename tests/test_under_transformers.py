@@ -437,7 +437,7 @@ def test_a_class_that_was_imported_before_and_a_model_that_was_built_before_run_
 
 def test_interrupted_half_way_upstream_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before = attributes()
-    put, calls = under._put, []
+    put, calls = under.put, []
 
     def interrupted(*arguments: Any) -> None:
         calls.append(arguments)
@@ -445,7 +445,7 @@ def test_interrupted_half_way_upstream_is_as_it_was(monkeypatch: pytest.MonkeyPa
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(under, "_put", interrupted)
+    monkeypatch.setattr(under, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         under.install()
     assert attributes() == before
@@ -592,6 +592,7 @@ def test_importing_outplace_imports_nothing_of_transformers() -> None:
 
 PROGRAM = """
 import sys
+import beside
 import transformers
 config = transformers.DebertaV2Config(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
                                       intermediate_size=8)
@@ -602,12 +603,13 @@ print(transformers.DebertaV2Model(config).attention_plan(1, 300).path, sys.argv[
 @pytest.mark.parametrize("module", [False, True])
 def test_a_program_runs_unchanged(module: bool, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").touch()
     command = ["-m", "program"] if module else [str(tmp_path / "program.py")]
     done = subprocess.run(
         [sys.executable, "-m", "outplace.transformers", *command, "--flag", "x"],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=tmp_path if module else tmp_path.parent,
         check=False,
     )
     assert done.stdout.split("\n")[0] == "blockwise ['--flag', 'x'] __main__", done.stderr

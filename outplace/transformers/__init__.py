@@ -29,7 +29,7 @@ except ImportError as error:
 from torch import nn
 
 from .grafts import BACKBONES, GRAFTS, Settings, checked_attention, is_bound
-from .structure import Replacement, StructureError, replacements
+from .structure import StructureError, Undo, put, replacements, take_back
 
 __all__ = ["StructureError", "convert", "families", "install", "installed", "revert", "uninstall"]
 
@@ -37,8 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 FAMILIES = tuple(GRAFTS)
 
 _lock = threading.RLock()
-_ABSENT = object()
-_undo: dict[str, list[tuple[type, str, Any]]] = {}
+_undo: dict[str, Undo] = {}
 """By family that is installed: what stood in upstream's classes before."""
 _converted: dict[type, type] = {}
 """The class of converted modules, by the class that they had."""
@@ -65,10 +64,10 @@ def install(families: str | Iterable[str] | None = None) -> None:
             for family in wanted:
                 _undo[family] = []
                 done = [*done, family]
-                _put(found[family], _undo[family])
+                put(found[family], _undo[family])
         except BaseException:
             for family in done:
-                _take_back(_undo.pop(family))
+                take_back(_undo.pop(family))
             raise
 
 
@@ -80,7 +79,7 @@ def uninstall(families: str | Iterable[str] | None = None) -> None:
     """
     with _lock:
         for family in _named(families):
-            _take_back(_undo.pop(family, []))
+            take_back(_undo.pop(family, []))
 
 
 @contextmanager
@@ -169,7 +168,8 @@ def revert(model: M) -> M:
         for module in modules:
             _rebind(module, made[type(module)])
             config: Any = getattr(module, "config", None)
-            if isinstance(module, _upstream.PreTrainedModel) and not Settings(config).is_esm:
+            has_name = isinstance(module, _upstream.PreTrainedModel) and not Settings(config).is_esm
+            if has_name and not _undo:  # Upstream names its attention; None stands for ours.
                 config._attn_implementation_internal = "eager"
     return model
 
@@ -180,33 +180,6 @@ def _named(families: str | Iterable[str] | None) -> list[str]:
         if name not in FAMILIES:
             raise ValueError(f"{name!r} is no family; it must be one of {', '.join(map(repr, FAMILIES))}")
     return list(dict.fromkeys(names))
-
-
-def _put(found: Iterable[Replacement], undo: list[tuple[type, str, Any]]) -> None:
-    """Set members on upstream's classes, and note in `undo` what stood there."""
-    for replacement in found:
-        for name, value in replacement.members.items():
-            undo.append((replacement.cls, name, vars(replacement.cls).get(name, _ABSENT)))
-            setattr(replacement.cls, name, value)
-
-
-def _take_back(undo: list[tuple[type, str, Any]]) -> None:
-    for cls, name, before in reversed(undo):
-        if before is not _ABSENT:
-            setattr(cls, name, before)
-        elif name in vars(cls):
-            delattr(cls, name)
-
-
-@contextmanager
-def swapped(found: Iterable[Replacement]) -> Iterator[None]:
-    """Have the replacements in place for a moment."""
-    undo: list[tuple[type, str, Any]] = []
-    try:
-        _put(found, undo)
-        yield
-    finally:
-        _take_back(undo)
 
 
 def _swap(module: nn.Module, replaced: dict[type, dict[str, Any]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,6 +64,11 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 """By class: the first parameters of the forward methods through which our code and upstream's meet."""
 
 
+Undo = list[tuple[type, str, Any]]
+"""By class and attribute: what stood there before."""
+_ABSENT = object()
+
+
 class StructureError(ImportError):
     """The installed transformers is built otherwise than what is replaced here."""
 
@@ -72,6 +79,34 @@ class Replacement:
 
     cls: type
     members: dict[str, Any]
+
+
+def put(found: Iterable[Replacement], undo: Undo) -> None:
+    """Set members on upstream's classes, and note in `undo` what stood there."""
+    for replacement in found:
+        for name, value in replacement.members.items():
+            undo.append((replacement.cls, name, vars(replacement.cls).get(name, _ABSENT)))
+            setattr(replacement.cls, name, value)
+
+
+def take_back(undo: Undo) -> None:
+    """Set on upstream's classes what stood there."""
+    for cls, name, before in reversed(undo):
+        if before is not _ABSENT:
+            setattr(cls, name, before)
+        elif name in vars(cls):
+            delattr(cls, name)
+
+
+@contextmanager
+def swapped(found: Iterable[Replacement]) -> Iterator[None]:
+    """Have the replacements in place for a moment."""
+    undo: Undo = []
+    try:
+        put(found, undo)
+        yield
+    finally:
+        take_back(undo)
 
 
 @cache
@@ -157,8 +192,6 @@ def _other_tensors(family: str, module: Any) -> list[str]:
 @torch.no_grad()
 def _other_outputs(family: str, module: Any, found: tuple[Replacement, ...]) -> list[str]:
     """Run a tiny model as upstream and with the replacements, for a release that is not known."""
-    from . import swapped
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _models(family, module, transformers).eval()
